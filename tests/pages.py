@@ -70,9 +70,3 @@ def commands_of(text):
 
 def floats(text):
     return [float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-\d+)?", text)]
-
-
-def numbers(text):
-    """The numbers in a text; 26M is 2,600 万."""
-    text = re.sub(r"([\d,]+) 万", lambda found: f"{int(found[1].replace(',', '')) / 100:g}", text)
-    return re.findall(r"\d+(?:[.,]\d+)*", text)

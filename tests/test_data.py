@@ -5,11 +5,9 @@ import json
 import math
 import random
 import re
-import runpy
 import subprocess
 import sys
 from decimal import Decimal
-from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -20,12 +18,11 @@ from tokenizers.processors import TemplateProcessing
 from dataset import PromptCollator, PromptDataset
 from dataset.prompts import read_prompts, read_row, rows_of_step, steps_per_epoch
 from errors import UserError
-from lab.tasks import arithmetic
-from lab.tasks.tokenizer import read_chats
 from model import load_pretrained, train_sft
+from model.train_sft import read_chats
 from reward.train_reward_model import read_pairs
 from run.loop import Loop
-from support import ROOT, jsonl, turns, write
+from support import POLICY, turns, write
 from train_grpo import World, parse_args
 
 USER, REPLY = turns("2+3?", "5")
@@ -79,15 +76,11 @@ def test_null_nan_and_blank_are_missing_and_the_first_prompt_that_is_filled_is_r
     assert found["messages"] == turns(question) and found["answer"] == gold
 
 
-def test_what_is_fine_tuned_on_has_an_answer_that_is_not_blank(tmp_path):
-    rows = [{"prompt": "1+1?", "answer": "2"}, {"conversations": None, "messages": turns("a", "b")}]
-    assert len(read_chats(write(tmp_path / "chats.jsonl", rows))) == 2
-    with pytest.raises(UserError, match="line 1: there is no turn by the role assistant and no an"):
-        read_chats(write(tmp_path / "chats.jsonl", [{"prompt": "1+1?", "answer": " "}]))
-
-
 @pytest.mark.parametrize("line, named", [
-    ("just words", "JSON"), ('{"prompt": "2+3?", "answer": "\udcff"}', "UTF-8"),
+    ("just words", "JSON"), ('{"a":' + "[" * 100_000, "JSON"), ('{"prompt": NaN}', "JSON"),
+    (r'{"prompt": "\ud800"}', "JSON"), ({"prompt": [{"role": ["user"], "content": "a"}]}, "role"),
+    (r'{"prompt": "C:\Users\me"}', "JSON.* a backslash is written as two"),
+    ('{"prompt": "2+3?", "answer": "\udcff"}', "UTF-8"),
     ('["a list"]', "conversations"), ({"answer": "5"}, "conversations"),
     ({"conversations": [{"role": "user"}]}, "conversations"), ({"prompt": " "}, "prompt"),
     ({"question": None}, "question"), ({"prompt": "2+3?", "answer": [["5"]]}, "answer"),
@@ -100,14 +93,21 @@ def test_what_is_fine_tuned_on_has_an_answer_that_is_not_blank(tmp_path):
     ({"conversations": [USER, REPLY | {"role": "Assistant"}]}, "role, system, user or assistant,"),
     ({"prompt": "2+3?", "answer": True}, "answer must be"),
     ({"prompt": "2+3?", "reward_weights": 1}, "field name reward_weights is reserved"),
+    ({"prompt": "2+3?", "messages": []}, "field name messages is reserved"),
     ({"prompt": "2+3?", "tools": {"a": 1}}, "tools must"),
     ({"messages": [USER | {"content": [{"type": "text", "text": "2"}]}]}, "turn..content.. = "),
 ])
-def test_a_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
+def test_broken_line_is_named_by_file_line_and_field(line, named, tmp_path):
     with pytest.raises(ValueError, match=rf"^{tmp_path}/some.jsonl, line 3: .*{named}.*\Z"):
         dataset_of(tmp_path, {"prompt": "2+3?"}, "", line)
     with pytest.raises(ValueError, match="some.jsonl: there are no prompts"):
         dataset_of(tmp_path, "", "  ")
+
+
+def test_byte_order_mark_line_ends_of_windows_and_nul_are_read(tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a\\u0000"}\r\n\r\n{"prompt": "b"}\r\n')
+    assert PromptDataset(file) == [{"messages": turns(text)} for text in ("a\0", "b")]
 
 
 UTF_16 = "utf-16", "utf-16-le", "utf-16-be"
@@ -183,14 +183,6 @@ def test_other_files_are_named_with_the_line_that_converts_them(read, content, l
         assert PromptDataset(tmp_path / "new.jsonl") == [{"messages": turns("1+1?")}]
 
 
-def test_a_windows_path_in_json_is_told_to_double_its_backslashes(tmp_path):
-    path = tmp_path / "some.jsonl"
-    path.write_text('{"prompt": "Open C:\\Users\\me."}')
-    with pytest.raises(UserError, match="some.jsonl, line 1: .* a backslash is wri") as error:
-        PromptDataset(path)
-    assert "UTF-8" not in str(error.value)
-
-
 def test_parquet_is_read_by_pyarrow(tmp_path, monkeypatch):
     (tmp_path / "some.parquet").write_bytes(b"PAR1...PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)       # not installed
@@ -247,9 +239,11 @@ def test_an_epoch_over_two_ranks_reads_every_row_once_in_an_order_of_its_own():
     assert first[0][0] + first[0][1] != [*range(8)]
     assert rows_by_step([1, 3, 4], shuffle=False) == [
         [[0, 2, 4, 6], [1, 3, 5, 7]], [[16, 18, 20], [17, 19, 21]], [[0, 2, 4, 6], [1, 3, 5, 7]]]
-    args = parse_args(["--shuffle", "0"])           # a run's batches
-    loop = SimpleNamespace(args=args, world=World("cpu"), collate=list, problems="abcde",
-                           grpo=SimpleNamespace(num_prompts=2))
+
+
+def test_shuffle_0_takes_the_rows_of_a_step_in_their_order():
+    loop = SimpleNamespace(args=parse_args(["--shuffle", "0"]), world=World("cpu"), collate=list,
+                           problems="abcde", grpo=SimpleNamespace(num_prompts=2))
     assert Loop.batch(loop, 2) == ["c", "d"]
 
 
@@ -257,61 +251,6 @@ def test_an_epoch_over_two_ranks_reads_every_row_once_in_an_order_of_its_own():
 def test_rows_that_cannot_be_dealt_out_evenly_are_skipped(num_rows, steps, last):
     assert steps_per_epoch(num_rows, 4, 2) == steps and steps_per_epoch(3, 4, 1) == 1
     assert [len(rows) for rows in rows_by_step([steps], num_rows)[0]] == last
-
-
-def canonical(expression):
-    """A name that does not depend on the order of terms, of factors, or of operands in brackets."""
-    terms = re.findall(r"(-?) ?([\d*]+)", expression)      # (7 + 3)*5 has the terms 7, 3 and *5
-    return tuple(sorted((sign, *sorted(term.split("*"))) for sign, term in terms))
-
-
-def expression_of(row):
-    return row["conversations"][0]["content"].removeprefix("What is ").removesuffix("?")
-
-
-TEMPLATES = ["N + N*N", "N*N - N", "(N + N)*N", "N + N - N + N", "N*N + N*N"]
-
-
-@pytest.mark.parametrize("name, at_least", [("train.jsonl", 5000), ("heldout.jsonl", 1000)])
-def test_shipped_problems_are_right_distinct_in_range_and_of_all_templates(name, at_least):
-    rows = jsonl(ROOT / "dataset" / name)
-    expressions = [expression_of(row) for row in rows]
-    assert [row["answer"] for row in rows] == [str(eval(expression)) for expression in expressions]
-    assert all(0 <= int(row["answer"]) <= 999 for row in rows)
-    assert len({canonical(expression) for expression in expressions}) == len(rows) >= at_least
-    shapes = [re.sub(r"\d+", "N", expression) for expression in expressions]
-    assert all(shapes.count(template) > len(rows) / 20 for template in TEMPLATES)
-
-
-def test_no_heldout_problem_is_trained_on_in_any_order_of_its_operands():
-    def names(rows):
-        expressions = map(expression_of, rows)      # without the drills, which have commas
-        return {canonical(text) for text in expressions if "," not in text}
-
-    heldout = [*jsonl(ROOT / "dataset/heldout.jsonl"),
-               *arithmetic.flaw_pairs(random.Random(5), 3000, heldout=True)]
-    for source in (jsonl(ROOT / "dataset/train.jsonl"),
-                   arithmetic.finetuning_chats(random.Random(1), 2000, tags=True),
-                   arithmetic.finetuning_chats(random.Random(2), 2000, tags=False),
-                   arithmetic.flaw_pairs(random.Random(3), 3000, heldout=False),
-                   arithmetic.pretraining_chats(random.Random(4), 2000)):
-        assert not names(heldout) & names(source)
-
-
-def test_the_shipped_files_are_what_the_generator_writes_byte_for_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["arithmetic", "--out_dir", str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "lab.tasks.arithmetic")
-    runpy.run_module("lab.tasks.arithmetic", run_name="__main__")
-    for name in ("train.jsonl", "heldout.jsonl"):
-        assert (tmp_path / name).read_bytes() == (ROOT / "dataset" / name).read_bytes()
-
-
-@pytest.mark.parametrize("style", arithmetic.STYLES)
-def test_wrong_thoughts_never_arrive_at_the_right_answer(style):
-    rng = random.Random(9)
-    for expression, operations, answer, _ in islice(arithmetic.problems(rng, heldout=False), 300):
-        assert answer == eval(expression) == arithmetic.think(style, operations)[1]
-        assert arithmetic.think_wrongly(style, operations, rng)[1] != answer
 
 
 # --- fine-tuning ----------------------------------------------------------------------------------
@@ -322,18 +261,13 @@ def test_batches_hold_every_example_once_an_epoch():
     assert sorted(first) == sorted(second) == list(range(70)) and first != second
 
 
-def fine_tune(monkeypatch, tmp_path, *flags):
-    init = ROOT / "model/weights/reason_128"
-    monkeypatch.setattr(sys, "argv", [
-        "train_sft", "--data", str(tmp_path / "chats.jsonl"), "--save", str(tmp_path / "weights"),
-        *(flags or ["--init", str(init), "--steps", "3", "--batch_size", "4"])])
-    train_sft.main()
-
-
 def test_fine_tuning_holds_out_a_tenth_and_saves(tmp_path, monkeypatch, capsys):
-    chats = [arithmetic.chat("一加一", "2")] * 19 + [arithmetic.chat("2 + 2", "4 5 6 7 8")]
-    write(tmp_path / "chats.jsonl", chats)
-    fine_tune(monkeypatch, tmp_path)
+    chats = [turns("一加一", "2")] * 19 + [turns("2 + 2", "4 5 6 7 8")]
+    data = write(tmp_path / "chats.jsonl", [{"conversations": chat} for chat in chats])
+    monkeypatch.setattr(sys, "argv", [
+        "train_sft", "--data", str(data), "--save", str(tmp_path / "weights"),
+        "--init", str(POLICY), "--steps", "3", "--batch_size", "4"])
+    train_sft.main()
     printed = capsys.readouterr().out
     assert "18 chats" in printed and "2 held out" in printed
     assert re.search(r"step 3/3  loss \d+\.\d+  held-out \d", printed), printed
@@ -363,19 +297,7 @@ def test_a_prompt_and_its_answer_are_a_chat_to_learn_from(tmp_path):
     write(tmp_path / "some.jsonl", [
         {"conversations": [USER, REPLY], "answer": "6"}, {"conversations": [USER], "answer": "5"},
         {"question": "2+3?", "answer": 5}, {"messages": [USER, REPLY]},
+        {"conversations": None, "messages": [USER, REPLY]},
         {"prompt": [USER, REPLY | {"content": "4"}], "answer": "5", "metadata": {}}])
-    assert read_chats(tmp_path / "some.jsonl") == [[USER, REPLY]] * 5
+    assert read_chats(tmp_path / "some.jsonl") == [[USER, REPLY]] * 6
 
-
-@pytest.mark.parametrize("lines, flags, words", [
-    (['{"messages": []}'], [], "line 1: there is no turn by the role assistant"),
-    (['{"answer": "5"}'], [], "line 1: no prompt found"), ([], [], "empty"),
-    ([json.dumps({"conversations": [REPLY]}), "{"], [], "line 2: not valid JSON"),
-    ([], ["--steps", "3"], "--tokenizer")])
-def test_mistakes_in_fine_tuning_are_one_sentence(
-        lines, flags, words, tmp_path, monkeypatch, capsys):
-    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    with pytest.raises(SystemExit, match="2"):
-        fine_tune(monkeypatch, tmp_path, *flags)
-    message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "error: " in message and words in message

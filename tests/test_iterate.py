@@ -6,6 +6,7 @@ import pytest
 
 from errors import UserError
 from reward import load_reward_model, train_reward_model
+from reward.reward_model import RewardModel
 from reward.train_reward_model import pairs_of_run
 from support import jsonl, turns, write
 
@@ -37,28 +38,23 @@ def test_pairs_are_right_against_wrong_within_a_group_and_hold_out_whole_prompts
         pairs_of_run(write(tmp_path / "short.jsonl", rows[:1]), random.Random(0))
 
 
-def test_retraining_starts_from_a_model_and_replays_pairs(tmp_path, monkeypatch):
-    rows, batches = list(completion_rows(60)), []
-
-    def optimize(model, next_loss, **options):
-        with monkeypatch.context() as watched:
-            watched.setattr(model, "tokenize", lambda chats: batches.append(chats) or [[1]] * 16)
-            next_loss()
-
+def test_retraining_starts_from_a_model_and_keeps_pairs_of_the_run_and_of_its_data(
+        tmp_path, monkeypatch, one_thread):
+    rows, seen, tokenize = list(completion_rows(60)), [], RewardModel.tokenize
+    monkeypatch.setattr(RewardModel, "tokenize", lambda model, chats: (
+        seen.append(chats) or tokenize(model, chats)))
     path = write(tmp_path / "completions.jsonl", rows)
-    monkeypatch.setattr(train_reward_model, "optimize", optimize)
     monkeypatch.setattr(sys, "argv", [
-        "", "--completions", str(path), "--data", f"{SHIPPED}/pairs.jsonl",
-        "--save", str(tmp_path / "new"), "--init", SHIPPED, "--replay", "0.25",
-        "--batch_size", "8"])
+        "", "--completions", str(path), "--data", f"{SHIPPED}/pairs.jsonl", "--init", SHIPPED,
+        "--save", str(tmp_path / "new"), "--steps", "1", "--learning_rate", "1e-12",
+        "--replay", "0.25", "--batch_size", "8"])
     train_reward_model.main()
-    prompts, (batch,) = {row["prompt"] for row in rows}, batches
-    replies = [chat[1]["content"] for chat in batch if chat[0]["content"] in prompts]
-    assert len(replies) == 2 * 6                        # of 8 pairs
+    prompts, (batch,) = {row["prompt"] for row in rows}, [x for x in seen if len(x) == 16]
+    assert sum(chat[0]["content"] in prompts for chat in batch) == 2 * 6        # of 8 pairs
     chats = [turns("What is 7 + 3*7?", "28")]
     before, after = (load_reward_model(path).get_scores(chats)
                      for path in (SHIPPED, tmp_path / "new"))
-    assert after == pytest.approx(before, abs=1e-5)     # nothing was learnt
+    assert after == pytest.approx(before, abs=1e-5)
     kept = jsonl(tmp_path / "new/pairs.jsonl")
     assert len(kept) == 1000 and any("<think>\n0\n</think>" in row["chosen"] for row in kept)
     assert not any(train_reward_model.held_out(row["conversations"]) for row in kept)

@@ -11,15 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from dataset import PromptCollator, PromptDataset
+from dataset import PromptCollator
 from errors import UserError, printable
-from lab.tasks.tokenizer import read_chats
 from model import load
 from model.load import load_pretrained, load_tokenizer
 from model.lora import adapter_state, with_adapters
 from model.save import save_adapter, save_pretrained
 from reward import load_reward_model
-from reward.train_reward_model import read_pairs
 from run.checkpoint import load_adapter, load_checkpoint, save_checkpoint
 from support import Canary, edit
 
@@ -180,23 +178,6 @@ def test_a_template_that_fails_is_one_sentence(template, tokenizer):
     with pytest.raises(UserError, match="chat template") as error:
         PromptCollator(other, 66).render([{"role": "user", "content": "2+3?"}])
     assert "\n" not in str(error.value)
-
-
-# --- data -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("line", [
-    DEEP, b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"prompt": "a", "level": NaN}',
-    b'{"prompt": [{"role": ["user"], "content": "a"}]}',
-    b'{"prompt": "a", "messages": []}', b'{"prompt": "a", "completions": ["b"]}',
-], ids=itertools.count())
-def test_a_line_of_data_that_is_refused_by_its_number(line, tmp_path):
-    file = tmp_path / "some.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a\\u0000"}\r\n\n' + line + b"\n")
-    refused(tmp_path, PromptDataset, file, words=f"{file}, line 3:")
-    refused(tmp_path, read_pairs, [file], words="line 1")
-    for read in (PromptDataset, read_chats):
-        refused(tmp_path, read, tmp_path / "other.jsonl", words="other.jsonl")
 
 
 # --- reward models --------------------------------------------------------------------------------

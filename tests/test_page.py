@@ -7,7 +7,6 @@ import subprocess
 import pytest
 
 from dataset.jsonl import to_line
-from errors import UserError
 from run.report.html_page import write_page
 
 HOSTILE = [
@@ -44,8 +43,8 @@ def embedded(path):
     return json.loads(re.search(r'id="data">(.*?)</script', page, re.S)[1])
 
 
-def test_the_page_holds_what_the_run_wrote(tmp_path):
-    rows = [row(step, f"answer {step} {i}", float(i % 3 == 0), prompt=f"What is {step}+{i // G}?",
+def test_page_holds_what_the_run_wrote(tmp_path):
+    rows = [row(step, HOSTILE[i % 4], float(i % 3 == 0), prompt=f"What is {step}+{i // G}?",
                 advantage=i / 7, ended=i != 1)
             for step in range(1, 6) for i in range(2 * G)]
     write_page(write_run(tmp_path / "run", rows, 5), tmp_path / "page.html")
@@ -65,7 +64,7 @@ def test_the_page_holds_what_the_run_wrote(tmp_path):
 
 @pytest.mark.parametrize("text, steps, shown", [("x" * 100, 300, 39), ("x" * 300_000, 5, 5)],
                          ids=["many", "long"])
-def test_a_page_is_small_and_has_more_of_the_early_steps(text, steps, shown, tmp_path):
+def test_page_is_small_and_has_more_of_the_early_steps(text, steps, shown, tmp_path):
     rows = [row(step, f"{i} {text} {step}") for step in range(1, steps + 1) for i in range(2 * G)]
     run = write_run(tmp_path / "run", rows, steps)
     with open(run / "completions.jsonl", "a") as file:
@@ -80,7 +79,7 @@ def test_a_page_is_small_and_has_more_of_the_early_steps(text, steps, shown, tmp
     assert len(last) == G and re.fullmatch(f"2 x.*x {steps}", last[2]["text"])
 
 
-def test_long_tokens_and_long_turns_lose_their_middle(tmp_path):
+def test_tokens_and_turns_that_are_long_lose_their_middle(tmp_path):
     tokens = {"tokens": [*"<" * 999, "end"], "token_advantages": [-1.2] * 1000,
               "token_logps": [-i / 100 for i in range(1000)], "token_drawn": [1] * 999 + [0]}
     turns = row(1, turns=["a" * 900, "b" * 9, "c" * 9, "d" * 900, "e"], tool_tokens=9)
@@ -134,34 +133,40 @@ def test_hostile_completions_are_only_text_in_a_browser(tmp_path):
     assert "line·break · reversed" in body and 'd="M' in body and "not learned" not in body
 
 
-MARKED = """<script>
+def seen_by(page, script):
+    """What a script that is added to the page leaves in `seen`; and the page's DOM."""
+    script = f"<script>const seen = [];\n{script}document.title = JSON.stringify(seen);</script>"
+    page.write_text(page.read_text().replace("</body>", f"{script}</body>"))
+    dom = dom_after(page)
+    return json.loads(html.unescape(re.search("<title>(.*?)</title>", dom)[1])), dom
+
+
+MARKED = """
 const marked = () => [...$("group").children].map(card =>
   [...card.querySelectorAll(".tool")].map(span => span.innerHTML));
-const seen = [marked()];
+seen.push(marked());
 $("search").value = "e"; $("search").oninput(); seen.push(marked());
-document.title = JSON.stringify(seen);
-</script>"""
+"""
 
 
-def test_a_tools_words_are_marked_with_and_without_tokens(tmp_path):
+def test_tools_words_are_marked_with_and_without_tokens(tmp_path):
     page = tmp_path / "page.html"
     of_tool = row(1, turns=["5 ", "low\n", "7 ", "yes\n", ""], tool_tokens=3)
     tokens = {"tokens": ["5 ", "low", "\n", "7 ", "yes\n", ""], "token_logps": [-1.0] * 6,
               "token_drawn": [1, 0, 0, 1, 0, 1]}
     write_page(write_run(tmp_path / "run", [of_tool | tokens, of_tool], 1), page)
-    page.write_text(page.read_text().replace("</body>", f"{MARKED}</body>"))
-    dom = dom_after(page)
-    assert json.loads(html.unescape(re.search("<title>(.*?)</title>", dom)[1])) == [
+    seen, dom = seen_by(page, MARKED)
+    assert seen == [
         [["low", "\n", "yes\n"], ["low\n", "yes\n"]], [["low\n", "y<mark>e</mark>s\n"]] * 2]
-    assert "slanted</span>: the tool's words: read, not learned." in dom
+    assert "the tool's words: read, not learned" in dom
 
 
-BOUND = """<script>
-const under = [...document.querySelectorAll(".bounded")], before = $("readout").textContent;
+BOUND = """
+const under = [...document.querySelectorAll(".bounded")];
+seen.push(...under.map(token => token.innerHTML));
 under[0].onpointerenter();
-document.title = JSON.stringify([under.map(token => token.innerHTML), before,
-                                 $("readout").textContent]);
-</script>"""
+seen.push($("readout").textContent);
+"""
 
 
 def test_bounded_tokens_are_underlined(tmp_path):
@@ -170,15 +175,12 @@ def test_bounded_tokens_are_underlined(tmp_path):
     write_page(write_run(tmp_path / "run", rows, 1), page)
     assert [one["bounded"] for one in embedded(page)["steps"][0]["groups"][0]["rows"]] == [
         [0, 1, 0], [0, 0, 0]]
-    page.write_text(page.read_text().replace("</body>", f"{BOUND}</body>"))
-    dom = dom_after(page)
-    found, before, after = json.loads(html.unescape(re.search("<title>(.*?)</title>", dom)[1]))
-    assert found == ["7"] and "Underlined: the bound removed" in before
-    assert '"7"' in after and after.endswith("removed its gradient in the last update")
+    (token, readout), _ = seen_by(page, BOUND)
+    assert token == "7" and '"7"' in readout and "removed its gradient" in readout
 
 
-KEYS = """<script>
-const seen = [], see = () => seen.push([current.step, current.place, $("found").textContent]);
+KEYS = """
+const see = () => seen.push([current.step, current.place, $("found").textContent]);
 const press = key => {
   document.body.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
   see();
@@ -191,8 +193,7 @@ $("search").value = "ANSWER 3 5"; $("search").oninput(); see();
 seen.push(document.querySelector("mark").textContent, $("then").querySelectorAll("h3").length);
 press("/");
 seen.push(document.activeElement.id);
-document.title = JSON.stringify(seen);
-</script>"""
+"""
 
 
 def test_keys_filters_and_search_move_through_the_groups(tmp_path):
@@ -201,22 +202,8 @@ def test_keys_filters_and_search_move_through_the_groups(tmp_path):
             for step in (1, 2, 3) for i in range(2 * G)]
     page = tmp_path / "page.html"
     write_page(write_run(tmp_path / "run", rows, 3), page)
-    page.write_text(page.read_text().replace("</body>", f"{KEYS}</body>"))
-    title = re.search("<title>(.*?)</title>", dom_after(page))[1]
-    assert json.loads(html.unescape(title)) == [
+    assert seen_by(page, KEYS)[0] == [
         [2, 0, ""], [2, 1, ""], [3, 0, ""], [3, 0, ""], [2, 1, ""], [1, 1, ""], [1, 1, ""],
         [2, 1, "1 answers in 1 of 6 groups"], [3, 0, "8 answers in 2 of 6 groups"], [3, 0, ""],
         [3, 1, "1 answers in 1 of 6 groups"], "answer 3 5", 2,
         [3, 1, "1 answers in 1 of 6 groups"], "search"]
-
-
-@pytest.mark.parametrize("name, text", [("args.json", "{"), ("args.json", None),
-                                        ("completions.jsonl", '{"step": 1, junk}\n'),
-                                        ("completions.jsonl", '{"step": 1, "prompt": 2}\n')])
-def test_broken_files_of_a_run_are_one_sentence(name, text, tmp_path):
-    run = write_run(tmp_path / "run", [row(1)] * G, 1)
-    (run / name).unlink()
-    if text:
-        (run / name).write_text(text)
-    with pytest.raises(UserError, match=f"^{run}"):
-        write_page(run, tmp_path / "page.html")

@@ -25,7 +25,7 @@ from run.metrics import (
 from run.report.model_card import write_card
 from run.report.picture import Run, draw_curves, draw_time, smooth
 from run.report.terminal import Report, one_group, start_swanlab
-from support import ROOT, report_args, write
+from support import ROOT, report_args, turns, write
 
 
 def metrics(step, **changed):
@@ -99,58 +99,59 @@ def test_metrics_are_one_line_of_strict_json_per_step(tmp_path):
         ROWS[0] | {"step": 3, "completion": text, "reward": None}]
 
 
-def test_a_run_prints_its_group_and_is_tracked_with_the_flags_that_have_a_value(
-        tmp_path, monkeypatch, capsys):
-    swanlab = pytest.importorskip("swanlab")
-    given, logged = {}, {}
-    monkeypatch.setattr(swanlab, "init", lambda **options: given.update(options))
-    monkeypatch.setattr(swanlab, "log", lambda values, step: logged.update({step: values}))
-    monkeypatch.setattr(swanlab, "has_run", lambda: False)
-    monkeypatch.setenv("COLUMNS", "80")
-    args = report_args(swanlab="offline", delta=None, beta=0.0, num_generations=9)
-    with reported(tmp_path / "run", args, total_steps=1) as report:
-        report.evaluation(0, {"eval/accuracy": 0.5, "eval/mean_length": float("nan")})
-        report.step(1, metrics(1), [ROWS[1]] + [ROWS[0]] * 8)
-    printed = capsys.readouterr().out.splitlines()
-    assert "What is 1+1?" in printed
-    assert "step   0  held-out accuracy 50.0% sampled, - greedy, - tokens" in printed
-    table = printed.index("  advantage  reward    tag  accuracy")
-    assert printed[table + 1:table + 6] == [        # the best first
-        "      +0.71    1.50   1.00      0.50  7 times", "  two", "",
-        "      -0.71    0.25   0.25         -", "  three"]
-    assert logged[0] == {"eval/accuracy": 0.5} and logged[1]["reward"] == 0.1
-    assert given["config"]["beta"] == 0.0 and "delta" not in given["config"]
+@pytest.fixture
+def swanlab(monkeypatch):
+    """In the place of the package: `began` has the options of each start, `log` and `finish` fail
+    once `error` is set."""
+    def log(values=None, step=None):
+        stand_in.calls.append(step)
+        if stand_in.error:
+            raise stand_in.error
+
+    stand_in = SimpleNamespace(
+        began=[], calls=[], error=None, Settings=lambda **options: None, log=log, finish=log,
+        init=lambda **options: stand_in.began.append(options), has_run=lambda: True)
+    monkeypatch.setitem(sys.modules, "swanlab", stand_in)
+    return stand_in
 
 
-def test_a_tracker_that_fails_is_a_warning_once(tmp_path, monkeypatch, capsys):
-    def fail(*values, step=None):
-        raise calls.append(step) or (ConnectionError("it is down") if step else SystemExit(1))
+def test_tracker_gets_the_flags_that_have_a_value(tmp_path, swanlab):
+    args = report_args(swanlab="offline", delta=None, beta=0.0)
+    start_swanlab(tmp_path, args)
+    config = swanlab.began[0]["config"]
+    assert config["beta"] == 0.0 and "delta" not in config
+    for flags in (["--swanlab", "offline", "--use_wandb"], ["--use_wandb", "--swanlab", "offline"]):
+        start_swanlab(tmp_path, train_grpo.parse_args(flags))
+        assert swanlab.began[-1]["mode"] == "offline"
 
-    calls, began = [], {}
-    monkeypatch.setitem(sys.modules, "swanlab", SimpleNamespace(
-        Settings=lambda **options: None, init=began.update, log=fail, finish=fail,
-        has_run=lambda: True))
+
+def test_tracker_that_fails_is_a_warning_once(tmp_path, swanlab, capsys):
+    swanlab.error = ConnectionError("it is down")
     args = report_args(swanlab=None, use_wandb=True)        # online, unless --swanlab is given, too
     with reported(tmp_path / "run", args, total_steps=3) as report:
         for step in (1, 2, 3):
             report.step(step, metrics(step), ROWS)
-    assert calls == [1, 2, 3, None] and began["mode"] == "online"
+        swanlab.error = SystemExit(1)       # at the end
+    assert swanlab.calls == [1, 2, 3, None] and swanlab.began[0]["mode"] == "online"
     assert capsys.readouterr().out.count("SwanLab failed (ConnectionError: it is down)") == 1
-    for flags in (["--swanlab", "offline", "--use_wandb"], ["--use_wandb", "--swanlab", "offline"]):
-        start_swanlab(tmp_path, train_grpo.parse_args(flags))
-        assert began["mode"] == "offline"
 
 
-def test_a_resumed_run_continues_its_charts_in_swanlab(tmp_path, monkeypatch):
-    began = []
-    monkeypatch.setitem(sys.modules, "swanlab", SimpleNamespace(
-        Settings=lambda **options: None, init=lambda **options: began.append(options)))
+def test_tracker_of_a_resumed_run_continues_its_charts(tmp_path, swanlab):
     for folder, resume in (("a", False), ("a", True), ("b", True), ("b", True), ("a", False)):
         (tmp_path / folder).mkdir(exist_ok=True)
         start_swanlab(tmp_path / folder, report_args(swanlab="online", resume=resume))
-    first, again, other, later, new = (one["id"] for one in began)
+    first, again, other, later, new = (one["id"] for one in swanlab.began)
     assert first == again and other == later and len({first, other, new}) == 3
-    assert all(one["resume"] == "allow" for one in began)
+    assert {one["resume"] for one in swanlab.began} == {"allow"}
+
+
+def test_terminal_shows_each_answer_of_a_group_once_the_best_first(tmp_path, capsys):
+    args = report_args(num_generations=9)
+    with reported(tmp_path / "run", args, total_steps=1) as report:
+        report.step(1, metrics(1), [ROWS[1]] + [ROWS[0]] * 8)
+    printed = capsys.readouterr().out
+    assert printed.count("two") == printed.count("three") == printed.count("What is 1+1?") == 1
+    assert printed.index("7 times") < printed.index("two") < printed.index("three")
 
 
 @pytest.mark.parametrize("came_from, named, base", [
@@ -167,7 +168,7 @@ def test_a_models_card_names_only_a_base_that_the_hub_takes(
     assert card.data.base_model == named and f"| base | {base} |" in card.text
 
 
-def test_a_tools_words_are_dim_and_in_brackets_and_a_models_are_not(monkeypatch):
+def test_tools_words_are_dim_and_in_brackets_and_a_models_are_not(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     answered = ROWS[0] | {"turns": ["50 ", "low\n", "7 ", "yes\n", ""], "tool_tokens": 3}
     shown = one_group(1, [answered, answered, ROWS[1] | {"completion": "‹low⏎›"}])
@@ -175,39 +176,33 @@ def test_a_tools_words_are_dim_and_in_brackets_and_a_models_are_not(monkeypatch)
         assert part in shown
 
 
-@pytest.mark.parametrize("reward, turns, printed", [
-    (0.5, None, "wrong: I [red]guess⏎ 3·[2J"),
-    (1.0, ["50 ", "low\n", "7 ", "yes\n", ""], "right: 50 ‹low⏎›7 ‹yes⏎›"),
-    (float("nan"), None, "not scored: I [red]guess⏎ 3·[2J"),
-])
-def test_an_evaluation_prints_its_first_question_and_answer(
-        reward, turns, printed, tmp_path, capsys):
-    rollout = SimpleNamespace(
-        columns={"messages": [[{"role": "user", "content": "1 + \n1?"}]] * 2},
-        completions=["I [red]guess\n3\x1b[2J", "two"], turns=turns and [turns, ["two"]],
-        rewards=torch.tensor([reward, 1.0]))
-    with reported(tmp_path / "run", report_args(), total_steps=1) as report:
-        report.evaluation(0, {"eval/accuracy": 0.5}, rollout)
-    with reported(tmp_path / "run", report_args(), total_steps=1, active=False) as report:
-        assert report.evaluation(0, {"measure": "it", "n": 1}, rollout) == {"n": 1}     # no print
-    assert capsys.readouterr().out.splitlines()[1:] == ["  1 + ⏎ 1?", f"  {printed}"]
+def test_evaluation_is_printed_by_the_first_rank_only(tmp_path, capsys):
+    for active in (True, False):
+        with reported(tmp_path / "run", report_args(), total_steps=1, active=active) as report:
+            capsys.readouterr()
+            assert report.evaluation(0, {"measure": "it", "eval/accuracy": 0.5}) == {
+                "eval/accuracy": 0.5}
+        assert ("50.0%" in capsys.readouterr().out) is active
 
 
-def test_no_text_of_a_model_ends_a_run_or_is_taken_for_markup(tmp_path, monkeypatch):
+def test_text_of_a_model_ends_no_run_and_is_not_taken_for_markup(tmp_path, monkeypatch):
     output = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, "ascii", errors="replace"))
+    text = "[red]苹果[/nothing] :smile:\x1b[2J"
+    greedy = SimpleNamespace(columns={"messages": [turns(text)]}, completions=[text], turns=None,
+                             rewards=torch.tensor([0.5]))
     with reported(tmp_path, report_args(), total_steps=1) as report:
-        report.step(1, metrics(1), [
-            ROWS[0] | {"completion": "[red]苹果[/nothing] :smile:\x1b[2J"}])
+        report.evaluation(0, {"eval/accuracy": 0.5}, greedy)
+        report.step(1, metrics(1), [ROWS[0] | {"completion": text}])
         sys.stdout.flush()
-        assert b"[red]??[/nothing] :smile:?[2J" in output.getvalue()
+        assert output.getvalue().count(b"[red]??[/nothing] :smile:?[2J") == 3
 
 
 @pytest.mark.parametrize("steps, half_line, start_step, then, found", [
     ([1, 2, 3, 4, 5], '{"step": 6, "rew', 3, [4, 5], [1, 2, 3, 4, 5]),
     ([1, 2, 3], "", 0, [1], [1]),                   # a new run in an old folder
 ])
-def test_a_run_goes_on_after_the_lines_of_its_checkpoint(
+def test_resume_goes_on_after_the_lines_of_the_checkpoint(
         steps, half_line, start_step, then, found, tmp_path):
     run(tmp_path, steps)
     for name in ("metrics", "completions"):
@@ -234,36 +229,30 @@ def test_pictures_are_drawn_once_a_minute_and_whatever_ends_the_run(tmp_path, mo
     assert drawn == [1, 3, 4] and "three" in (tmp_path / "report.html").read_text()
 
 
-def test_the_headline_has_the_first_and_the_last_of_what_was_recorded(tmp_path):
+def test_headline_has_the_first_and_the_last_of_what_was_recorded(tmp_path):
     write(tmp_path / "metrics.jsonl", [{"step": step, "reward": step / 4, "step_time": 1.5}
                                        for step in (1, 2, 3, 4)])
     assert Run(tmp_path).headline() == "reward 0.25 → 1.00, 4 steps, 00:06"
     accuracies = [{"step": step, "eval/accuracy": accuracy, "eval/mean_length": 9}
                   for step, accuracy in ((0, 0.25), (2, 0.75), (4, 0.5))]
-    for measures, begins in (
-            ("aaa", "held-out accuracy 25.0% → 50.0%, answers 9 → 9 tokens, 4 steps"),
-            ("abb", "held-out accuracy 75.0% → 50.0%, answers 9"),
-            ("aab", "reward 0.25 → 1.00, 4"), ([None] * 3, "reward 0.25 → 1.00, 4")):
-        write(tmp_path / "eval.jsonl", [row | {"measure": measure} if measure else row
+    for measures, begins in (       # only what the same functions measured is compared
+            ("aaa", "held-out accuracy 25.0% → 50.0%"), ("abb", "held-out accuracy 75.0% → 50.0%"),
+            ("aab", "reward 0.25 → 1.00"), ([None] * 3, "reward 0.25 → 1.00")):
+        write(tmp_path / "eval.jsonl", [row | {"measure": measure}
                                         for row, measure in zip(accuracies, measures)])
-        assert Run(tmp_path).headline().startswith(begins)
-    write(tmp_path / "eval.jsonl", [row | {"measure": "a", "eval/judged": row["step"] / 4}
-                                    for row in accuracies[1:]])
-    assert Run(tmp_path).headline().startswith("only 50.0% of the held-out problems scored, held")
-    (tmp_path / "eval.jsonl").unlink()
-    write(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.25, "step_time": 1.5}])
-    assert Run(tmp_path).headline() == "1 step, 00:01"
+        assert Run(tmp_path).headline().startswith(begins), measures
+    write(tmp_path / "eval.jsonl", [accuracies[0] | {"measure": "a", "eval/judged": 0.5}])
+    assert Run(tmp_path).headline().startswith("only 50.0% of the held-out problems scored")
 
 
-def test_several_runs_share_a_picture_and_a_folder_without_a_run_is_named(tmp_path):
+def test_picture_of_several_runs_and_a_folder_without_a_run_is_named(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(
             '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": null}\n')
-    for names in (["a"], ["a", "b"]):
-        draw_curves([tmp_path / name for name in names], tmp_path / "picture.png")
-        height, width, _ = imread(tmp_path / "picture.png").shape
-        assert 1000 <= width <= 3000 and 600 <= height <= 2000
+    draw_curves([tmp_path / "a", tmp_path / "b"], tmp_path / "picture.png")
+    height, width, _ = imread(tmp_path / "picture.png").shape
+    assert 1000 <= width <= 3000 and 600 <= height <= 2000
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty"):
         draw_curves([tmp_path / "empty"], tmp_path / "none.png")
@@ -281,7 +270,7 @@ HEALTHY = [{"completions/clipped_ratio": 0.5, "rollout_probs_diff_mean": 5e-5,
     ({"rollout_probs_diff_mean": 2e-3}, "old or different weights", [3, 23, 43]),
     ({"rollout_probs_diff_mean": 9e-4}, "", []), ({}, "", []),
 ])
-def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, warned, tmp_path, capsys):
+def test_warning_is_repeated_after_20_steps_not_before(trouble, advice, warned, tmp_path, capsys):
     said = []
     with reported(tmp_path, report_args(), total_steps=45) as report:
         for step, healthy in enumerate(HEALTHY, start=1):
@@ -292,13 +281,13 @@ def test_a_warning_is_repeated_after_20_steps_not_before(trouble, advice, warned
 
 
 @pytest.mark.parametrize("difference, warned", [(5e-3, False), (0.02, True)])
-def test_a_sampler_may_be_coarse_but_not_wrong_from_the_start(
+def test_sampler_may_be_coarse_but_not_wrong_from_the_start(
         difference, warned, tmp_path, capsys):
     run(tmp_path, [1, 2, 3], rollout_probs_diff_mean=difference)
     assert ("rollout_probs_diff_mean" in capsys.readouterr().out) == warned
 
 
-def test_a_smooth_curve_begins_where_the_run_began_and_leaves_a_straight_line_straight():
+def test_smooth_curve_begins_where_the_run_began_and_leaves_a_straight_line_straight():
     line = np.arange(100.0)
     assert smooth(line)[:95] == pytest.approx(line[:95])
     # A window of three, (1/4, 1/2, 1/4) around the second value; of one at the first.
@@ -357,7 +346,7 @@ class Bytes:
         return bytes(i for i in ids if i).decode(errors="replace")
 
 
-def test_a_rollout_is_described_one_row_per_completion():
+def test_rollout_is_described_one_row_per_completion():
     chats = [[{"role": "user", "content": "7+3"}]] * 2
     rollout = SimpleNamespace(
         prompts=["q", "q"], completions=["1", "11"],
@@ -406,7 +395,7 @@ def test_a_rollout_is_described_one_row_per_completion():
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "--lora_rank"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: ..."), "--micro_batch_size"),
     (MemoryError(), "--gradient_checkpointing")], ids=["ours", "disk", "gpu", "cpu", "python"])
-def test_a_users_mistake_is_one_line_unless_a_traceback_is_wanted(
+def test_users_mistake_is_one_line_unless_a_traceback_is_wanted(
         error, words, monkeypatch, capsys):
     @user_errors("train.py")
     def main(error):

@@ -13,6 +13,7 @@ from run.policy import Policy
 from support import ROOT
 from train_grpo import World, group_advantages
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 next_token = sampler.next_token
 
 
@@ -25,7 +26,7 @@ def fewer(logits, k, p):
 
 @cache
 def loaded(*flags):
-    args = train_grpo.parse_args([*flags, "--device=cpu", "--beta=0", "--max_gen_len=48"])
+    args = train_grpo.parse_args([*flags, "--device=cpu", "--beta=0", "--max_gen_len=32"])
     state = train_grpo.load(args, World("cpu", "float32", 3))
     collate, problems, _ = read_prompts(args, state.tokenizer)
     return state, collate(problems[:8])
@@ -52,7 +53,7 @@ def rollout(monkeypatch, flags=(), k=0, p=1.0, temperature=1.0, dtype="float32",
     (["top-k or top-p"], {"k": 20}), (["top-k or top-p"], {"k": 99, "p": 0.9}),
     (["stale weights"], {"trainer": ROOT / "model/weights/full_sft_128"}),
     ([], {"dtype": "bfloat16"}), ([], {"flags": ("@dataset/guess.txt",)})])
-def test_it_says_how_the_sampler_differs(bugs, options, monkeypatch):
+def test_sampler_that_differs_is_said_how(bugs, options, monkeypatch):
     batch, found = rollout(monkeypatch, **options)
     report = check_batch(batch)
     assert report.bugs == bugs and ("sampler" in report.facts) == ("dtype" in options), report
@@ -60,7 +61,7 @@ def test_it_says_how_the_sampler_differs(bugs, options, monkeypatch):
         assert check_batch(batch | {"mask": found.completion_mask}).bugs == ["tool's words trained"]
 
 
-def test_it_judges_masks_and_advantages(monkeypatch, tmp_path):
+def test_masks_and_advantages_are_judged(monkeypatch, tmp_path):
     batch, _ = rollout(monkeypatch)
     mask, r, a = batch["mask"], batch["rewards"], batch["advantages"]
     last, step = mask.cumsum(1) == mask.sum(1, keepdim=True), torch.arange(mask.shape[1])

@@ -1,14 +1,14 @@
 """Experiments: a run becomes a line, a line is run once, and its numbers are shown."""
+import functools
 import importlib
 import itertools
 import math
 import re
 import shlex
-import subprocess
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from statistics import median, stdev
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -46,24 +46,30 @@ SHARE = {"length": ("Length", "", "{:.0%}")}
 # --- running --------------------------------------------------------------------------------------
 
 
-def test_it_runs_what_is_missing_with_its_flags_seed_and_change(
-        tiny, tmp_path, monkeypatch, capsys):
-    experiment, results = tiny
-    line, other = "all_logps = (logits.float() / temperature)", "all_logps = (0)"
+LINE, WRONG = "all_logps = (logits.float() / temperature)", "all_logps = (0)"
+
+
+@pytest.fixture
+def started(tiny, tmp_path, monkeypatch):
+    """The experiment's runs so far, (flags, script) each, and the files that its `first` wrote.
+
+    The second of its two arms changes the script, and reads such a file. A run leaves what two
+    steps would; their lengths are its seed.
+    """
+    experiment, _ = tiny
     page = tmp_path / "page.md"
-    page.write_text(f"# T\n\n## Small (in `a`)\n\n```diff\n-{line}\n+{other}\n```\n")
+    page.write_text(f"# T\n\n## Small (in `a`)\n\n```diff\n-{LINE}\n+{WRONG}\n```\n")
     experiment |= {"page": page, "seeds": [1, 2],
                    "first": ["-m model.train_sft --save {out}/a"],
                    "arms": {"right": "", "small, b": "--loss_type dapo --eval_data_path {out}/a"}}
-    calls, first = [], []
+    runs, first = [], []
 
     def python(arguments, log, folder=ROOT):
-        """Leaves what a run of two steps does; its lengths tell the seed."""
         if "train_sft" in arguments:
             first.append(shlex.split(arguments)[-1])
             return
         args = train_grpo.parse_args(shlex.split(arguments)[1:])
-        calls.append((args, Path(folder, "train_grpo.py").read_text(encoding="utf-8")))
+        runs.append((args, Path(folder, "train_grpo.py").read_text(encoding="utf-8")))
         run_dir = Path(args.out_dir) / args.run_name
         run_dir.mkdir(parents=True)
         reply = {"completion": "a", "length": args.seed, "reward": 1.0, "ended": True}
@@ -71,36 +77,40 @@ def test_it_runs_what_is_missing_with_its_flags_seed_and_change(
         write(run_dir / "completions.jsonl", [{"step": step} | reply for step in (1, 2)])
 
     monkeypatch.setattr(command, "python", python)
+    return runs, first
+
+
+def test_runs_have_their_flags_seed_and_change_and_leave_a_line_each(tiny, started):
+    runs, first = started
     command.run_all("tiny", jobs=2)
-    assert sorted((args.loss_type, args.seed) for args, _ in calls) == [
+    assert sorted((args.loss_type, args.seed) for args, _ in runs) == [
         ("dapo", 1), ("dapo", 2), ("grpo", 1), ("grpo", 2)]
     ours = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
-    assert ours.count(line) == 1 and first == [str(command.OUT / "tiny/a")]
-    for args, source in calls:
-        assert source == (ours if args.loss_type == "grpo" else ours.replace(line, other))
-    rows = jsonl(results)
-    assert all(row["series"]["length"] == [row["seed"]] * 2 for row in rows)
-    assert {row["seconds"] for row in rows} == {6} and len(rows) == 4
-    calls.clear()
-    write(results, rows[1:])
+    assert ours.count(LINE) == 1 and first == [str(command.OUT / "tiny/a")]
+    for args, script in runs:
+        assert script == (ours if args.loss_type == "grpo" else ours.replace(LINE, WRONG))
+    rows = jsonl(tiny[1])
+    assert [row["series"]["length"] for row in rows] == [[row["seed"]] * 2 for row in rows]
+    assert [row["seconds"] for row in rows] == [6] * 4
+
+
+def test_runs_that_are_missing_are_run_once_and_one_arm_can_be_repeated(tiny, started):
+    runs, first = started
     command.run_all("tiny", jobs=1)
-    assert jsonl(results) == rows[1:] + rows[:1]
-    assert [args.seed for args, _ in calls] == [rows[0]["seed"]]
-    command.run_all("tiny", jobs=1)
-    assert len(calls) == 1          # nothing is missing any more
+    rows = jsonl(tiny[1])
+    write(tiny[1], rows[1:])
+    for _ in range(2):              # the second time nothing is missing
+        command.run_all("tiny", jobs=1)
+        assert jsonl(tiny[1]) == rows[1:] + rows[:1] and len(runs) == 5
+    assert runs[4][0].seed == rows[0]["seed"]
     first.clear()
     command.repeat("tiny", "", "right", [3], jobs=1)
-    assert len(calls) == 2 and not first                # this arm reads nothing of `first`
+    assert len(runs) == 6 and not first                 # this arm reads nothing of `first`
     command.repeat("tiny", "", "small, b", [3], jobs=1)
-    assert len(calls) == 3 and len(first) == 1
-    figures.draw(rows, experiment, command.PANELS, tmp_path / "tiny.png")
-    assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
-    command.print_table(rows, experiment["panels"])
-    table = capsys.readouterr().out           # the arm that ended first stands first
-    assert "\nsmall, b | 1.50 ± 6.35 | \n" in table                       # none gave up
+    assert len(runs) == 7 and len(first) == 1
 
 
-def test_a_result_says_if_its_commit_is_not_the_code_that_ran(tmp_path, monkeypatch):
+def test_commit_of_a_result_says_if_it_is_not_the_code_that_ran(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "ROOT", tmp_path)
     (tmp_path / "lab/experiments/results").mkdir(parents=True)
     write(tmp_path / "lab/experiments/results/a.jsonl", [{}])
@@ -133,37 +143,26 @@ def test_the_flags_of_every_arm_go_together(monkeypatch):
                                   else flags)
 
 
-def test_an_arm_has_the_flags_of_its_row_the_common_ones_and_its_own():
-    experiment = {"rows": {"r": "--a", "s": "--b"}, "common": "--c", "each": ["1", "2"],
-                  "arms": {"x": "--x", "s": {"y$": "--y $"}}}
-    commands = command.commands_of(experiment)
-    assert {arm: flags.split() for arm, flags in commands.items()} == {
-        ("r", "x"): ["--a", "--c", "--x"], ("s", "x"): ["--b", "--c", "--x"],
-        ("s", "y1"): ["--b", "--c", "--y", "1"], ("s", "y2"): ["--b", "--c", "--y", "2"]}
-
-
-def test_what_is_not_kept_runs_with_the_first_seed_only():
-    experiment = {"seeds": [5, 6], "kept": {"": ["a"]}}
-    assert command.seeds_of(experiment, "", "a") == [5, 6]
-    assert command.seeds_of(experiment, "", "b") == command.seeds_of(experiment, "x", "a") == [5]
-
-
-def test_a_run_that_fails_stops_the_experiment_and_names_its_log(tmp_path):
+def test_failing_run_stops_the_experiment_and_names_its_log(tmp_path):
     with pytest.raises(UserError, match=r"1/0.*failed.*small\.log"):
         command.python("-c 'print(1/0)'", tmp_path / "logs/small.log")
     assert "ZeroDivisionError" in (tmp_path / "logs/small.log").read_text()
 
 
 def test_results_come_in_the_experiments_order_each_once_and_only_its_own(
-        tiny, monkeypatch, capsys):
+        tiny, tmp_path, monkeypatch, capsys):
     _, results = tiny
     runs = [("small, dapo", 1), ("renamed", 1), ("small, grpo", 7), ("small, grpo", 1),
             ("small, dapo", 1)]
     write(results, [result(*one, i) for i, one in enumerate(runs)])
     assert [(line["arm"], line["series"]["length"]) for line in command.known("tiny")] == [
         ("small, grpo", [3]), ("small, dapo", [4])]
-    results.unlink()
+    monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["", "tiny", "--draw"])
+    (tmp_path / "docs/images").mkdir(parents=True)
+    command.main()
+    assert (tmp_path / "docs/images/tiny.png").read_bytes().startswith(b"\x89PNG")
+    results.unlink()
     with pytest.raises(SystemExit):
         command.main()
     assert "tiny: there are no results yet; run" in capsys.readouterr().err
@@ -178,10 +177,8 @@ SLOW = ("test_a_run_leaves_all_its_files",
 QUICK = [heading for heading, (_, _, test) in MUSEUM.items() if not test.endswith(SLOW)]
 
 
-def test_every_exhibit_has_its_runs_and_a_change_that_does_not_fit_is_an_error():
+def test_exhibits_have_runs_and_a_change_that_does_not_fit_is_an_error():
     assert {*MUSEUM} == {row.lower() for row in EXPERIMENTS["museum"]["rows"]}
-    assert all(pages.changed(command.source_of(file), diff, "docs/museum.md")
-               for diff, file, _ in MUSEUM.values())
     ladder = EXPERIMENTS["ladder"]
     changed = {arm for arm in ladder["arms"] if command.change_of(ladder, "", arm)}
     assert changed == {arm for arm in ladder["arms"] if arm.startswith("1.")}
@@ -190,20 +187,15 @@ def test_every_exhibit_has_its_runs_and_a_change_that_does_not_fit_is_an_error()
 
 
 @pytest.mark.parametrize("heading", QUICK)
-def test_the_test_of_an_exhibit_catches_its_error(heading, monkeypatch, tmp_path):
+def test_exhibits_are_caught_by_their_tests(heading, monkeypatch):
     diff, file, test = MUSEUM[heading]
-    if file.startswith("run/"):     # others have imported it, so only a new process sees the change
-        copy = command.copy(diff, file, "docs/museum.md", tmp_path)
-        command_line = [sys.executable, "-m", "pytest", "-x", "-q", f"tests/{test}"]
-        done = subprocess.run(command_line, cwd=copy)
-        assert done.returncode == 1
-        return
-    source = pages.changed(command.source_of(file), diff, "docs/museum.md")
-    wrong = ModuleType(file.removesuffix(".py").replace("/", "."))
-    wrong.__file__ = str(ROOT / file)
-    monkeypatch.setitem(sys.modules, wrong.__name__, wrong)
-    exec(compile(source, file, "exec"), wrong.__dict__)
-    for name in [name for name in sys.modules if name.startswith(("test_", "steps", "sampling"))]:
+    wrong = pages.changed(command.source_of(file), diff, "docs/museum.md")
+    code_of = SourceFileLoader.get_code
+    monkeypatch.setattr(SourceFileLoader, "get_code", lambda loader, name: (
+        compile(wrong, file, "exec") if loader.path == str(ROOT / file) else code_of(loader, name)))
+    # These modules are imported anew, as the test's own process would do.
+    of_test = re.compile(r"(model|run|train_grpo|steps|sampling|test_\w+)(\.|$)")
+    for name in filter(of_test.match, [*sys.modules]):
         monkeypatch.delitem(sys.modules, name)
     assert pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
                         f"{ROOT}/tests/{test}"]) == 1
@@ -211,7 +203,7 @@ def test_the_test_of_an_exhibit_catches_its_error(heading, monkeypatch, tmp_path
 
 # --- games and calls ------------------------------------------------------------------------------
 
-def test_a_game_by_where_its_guesses_fall():
+def test_game_by_where_its_guesses_fall():
     halving = ["32 ", "high\n", "16 ", "low\n", "24 ", "low\n", "28 ", "high\n", "26 ", "yes\n", ""]
     assert command.places(halving) == {
         "guesses": 5, **{f"place/{i}": float(i == 7) for i in range(15)}}
@@ -241,27 +233,20 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_with_a_right_one(c):
         assert pass_at_k.pass_at_k(5, c, k) == pytest.approx(sum(chosen) / len(chosen))
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("never_give_up", [False, True])
-def test_each_problem_gets_its_answers_and_its_count_of_right_ones(
+def test_pass_at_k_counts_the_right_answers_of_each_problem(
         monkeypatch, own_module, never_give_up):
     own_module("adds", "def adds(prompts, completions, **columns):\n"
                        "    return [float('+' in text) for text in completions]")
-    calls, sample = [], pass_at_k.persistent_sample
-
-    def spy(*inputs, **options):
-        calls.append(options["num_generations"])
-        return sample(*inputs, **options)
-
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(pass_at_k, "persistent_sample", spy)
     monkeypatch.setattr(pass_at_k, "AT_ONCE", 2)
     flags = ("@dataset/countdown.txt --eval_samples 3 --num_generations_eval 5 --max_gen_len 5 "
              "--eval_reward_funcs adds:adds --device cpu --seed 1")
     rows, counts = pass_at_k.answer_all(train_grpo.parse_args(flags.split()), never_give_up)
-    assert calls == [2, 2, 1] * 3 * never_give_up and len(rows) == 15
     problems = jsonl(ROOT / "dataset/countdown_heldout.jsonl")[:3]
-    for i, row in enumerate(rows):
-        assert row["columns"]["nums"] == problems[i // 5]["nums"]
+    assert [row["columns"]["nums"] for row in rows] == [
+        problem["nums"] for problem in problems for _ in range(5)]
     right = ["+" in row["completion"] for row in rows]
     assert counts == [sum(right[:5]), sum(right[5:10]), sum(right[10:])] and len({*counts}) > 1
 
@@ -323,7 +308,7 @@ def test_a_mean_over_all_of_a_run_weighs_its_parts_by_their_steps():
     assert pages.texts_of({"table": table}, [run], SHARE) == [["20"]]
 
 
-def test_a_claim_is_a_paired_difference_with_its_p():
+def test_claim_is_a_paired_difference_with_its_p():
     runs = [*RUNS, result("z", 1, 0.31, row="r"), result("z", 2, 0.41, row="r"),
             result("z", 3, 0.1, row="r"), result("z", 1, 0.21, row="s"),
             result("z", 2, 0.3, row="s")]
@@ -341,25 +326,25 @@ def test_a_claim_is_a_paired_difference_with_its_p():
         [""] * 4]
 
 
-@pytest.mark.parametrize("family", command.CLAIMS)
-def test_every_claim_is_of_arms_that_run(family):
-    for claim in command.claims_of(family):
-        experiment = EXPERIMENTS[claim["experiment"]]
-        runs = command.commands_of(experiment)
-        other = claim.get("minus_row", claim["row"]), claim["minus"]
-        assert (claim["row"], claim["arm"]) in runs and claim["key"] in command.PANELS
-        assert other in runs or claim["minus"] == "begin"
-        if "headline" in claim:
-            assert len(command.seeds_of(experiment, claim["row"], claim["arm"])) == 10
-        assert claim["says"].endswith(".")
+@pytest.fixture(scope="module")
+def claims():
+    """[(claim, its numbers as texts)]"""
+    return [*command.claims_and_texts()]
+
+
+def test_claims_have_results_and_headlines_have_ten_seeds(claims):
+    for claim, texts in claims:
+        assert all(texts), claim["says"]
+        assert texts[0] == "10" or "headline" not in claim, claim["says"]
 
 
 @pytest.mark.parametrize("page", ["lab/results.md", "lab/zh/results.md"])
-def test_every_difference_in_the_sentences_is_a_claims(page):
+def test_every_difference_in_the_sentences_is_a_claims(page, claims):
     text = re.sub(r"^\|.*$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
     written = {number.lstrip("-") for number in re.findall(r"-?[\d.]+\s±\s[\d.]*\d", text)}
-    claims = {texts[1].lstrip("-") for _, texts in command.claims_and_texts()}
-    assert len(written) > 8 and {" ".join(number.split()) for number in written} <= claims
+    assert len(written) > 8
+    assert {" ".join(number.split()) for number in written} <= {
+        texts[1].lstrip("-") for _, texts in claims}
 
 
 def test_only_the_numbers_of_marked_tables_are_written():
@@ -367,7 +352,6 @@ def test_only_the_numbers_of_marked_tables_are_written():
             "|---|---|---|---|\n| 1 | **2 → 3** | 1 is text? | -4 ± 5 |\n| 2 | | the same | 0 |\n\n"
             "<!-- end -->\n\n| 1 | 2 |\n")
     rows = [["5", "6", "7"], ["8", "9", "10"]]
-    assert pages.fill("| it is | <0.001 | <TODO> |", ["0.020", "1"]) == "| it is | 0.020 | <TODO> |"
     wanted = text.replace("2 → 3", "5").replace("1 is text?", "6").replace("-4 ± 5", "7").replace(
         "| 0 |", "| 10 |")
     assert pages.filled(text, {"it": rows}.get, "a.md") == wanted
@@ -378,18 +362,19 @@ def test_only_the_numbers_of_marked_tables_are_written():
 
 
 def test_the_pages_show_the_results():
+    table_of = functools.cache(command.table_of)        # in both languages the same
     for page in command.page_files():
         text = page.read_text(encoding="utf-8")
-        new = pages.filled(text, command.table_of, page.name)
+        new = pages.filled(text, table_of, page.name)
         assert new == text, "run python -m lab.experiments pages"
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_what_ran_is_on_a_page_or_named_with_its_reason(language):
+def test_what_ran_is_on_a_page_or_named_with_its_reason(language, claims):
     shown = set()
     for page in command.page_files():
         if ("zh" in page.parts) == (language == "zh"):
-            shown |= shown_on(page.read_text(encoding="utf-8"))
+            shown |= shown_on(page.read_text(encoding="utf-8"), claims)
     for name, experiment in EXPERIMENTS.items():
         if "results" in experiment:
             continue
@@ -403,12 +388,12 @@ def test_what_ran_is_on_a_page_or_named_with_its_reason(language):
         assert not missing, f"{name}: on no page, and not named as `untabled`"
 
 
-def shown_on(text):
+def shown_on(text, claims):
     """{(experiment, row, arm)} of the tables and pictures of a page."""
     shown = set()
     for _, name, _ in pages.BLOCK.findall(text):
         if name == "claims":
-            cells = [claim for claim, _ in command.claims_and_texts() if "headline" in claim]
+            cells = [claim for claim, _ in claims if "headline" in claim]
         else:
             experiment = EXPERIMENTS[name]
             name = experiment.get("results", name)

@@ -3,7 +3,7 @@ import pytest
 
 from lab.hunt import __main__ as hunt
 from lab.hunt import checks
-from lab.hunt.__main__ import BUGS, DATA, RUNS, source_of
+from lab.hunt.__main__ import BUGS, RUNS, source_of
 from support import jsonl
 
 LAST = "def report("         # of the page: no check reads what it prints
@@ -29,7 +29,7 @@ def game(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_every_bug_changes_what_a_function_computes():
+def test_bugs_change_what_a_function_computes():
     right = checks.computed(source_of(0))
     assert not [text for text in right.values() if isinstance(text, str)]
     for number in range(1, len(BUGS) + 1):
@@ -38,16 +38,10 @@ def test_every_bug_changes_what_a_function_computes():
                    for probe in checks.PROBES), number
 
 
-def test_both_languages_say_the_same_and_each_bug_has_a_run():
-    assert len(BUGS) == 16 and DATA["en"].keys() == DATA["zh"].keys()
-    assert [bug["level"] for bug in BUGS] == sorted(bug["level"] for bug in BUGS)
+def test_bugs_have_three_hints_in_both_languages_and_a_run_each():
     for bug in BUGS:
-        assert bug["en"].keys() == bug["zh"].keys()
-        assert len(bug["en"]["hints"]) == len(bug["zh"]["hints"]) == 3
-    runs = jsonl(RUNS)
-    assert [run["bug"] for run in runs] == [*range(17)]
-    for run in runs:
-        assert run["series"].keys() == DATA["en"]["series"].keys() and len(run["group"]) == 8
+        assert len(bug["en"]["hints"]) == len(bug["zh"]["hints"]) == 3, bug["en"]
+    assert [run["bug"] for run in jsonl(RUNS)] == [*range(len(BUGS) + 1)]
 
 
 @pytest.mark.parametrize("edits, verdict", [
@@ -63,7 +57,7 @@ def test_both_languages_say_the_same_and_each_bug_has_a_run():
     ([("x.expm1() - x", "x.expm1() + x")], "grpo_loss computes something else than before"),
     ([("is_eos = ", "is_eos = 1 / 0 + ")], "completion_mask: ZeroDivisionError"),
     ([("is_eos = ", "is_eos = = ")], "out/hunt.py, line 53: invalid syntax")])
-def test_an_edit_is_judged_by_what_the_functions_compute(edits, verdict, game, monkeypatch):
+def test_edit_is_judged_by_what_the_functions_compute(edits, verdict, game, monkeypatch):
     monkeypatch.setattr(checks, "PROBES", checks.PROBES[:3])        # those without a model
     game(13)
     source = hunt.COPY.read_text(encoding="utf-8")
@@ -75,16 +69,16 @@ def test_an_edit_is_judged_by_what_the_functions_compute(edits, verdict, game, m
     assert ("k3 the wrong way round" in game("--list")) == verdict.startswith("Found")
 
 
-def test_a_game(game):
+def test_game_writes_a_bug_shows_hints_and_keeps_what_the_reader_edits(game):
     shown = game()
-    assert shown.startswith("Bug 1 of 16, level 1") and shown.count(" the right page\n") == 6
+    assert shown.startswith("Bug 1 of 16, level 1") and "the right page" in shown
     assert hunt.COPY.read_text(encoding="utf-8") == source_of(1)
     hunt.COPY.write_text("edited", encoding="utf-8")
-    assert "stays as you have edited it" in game() and hunt.COPY.read_text() == "edited"
-    hints = BUGS[0]["en"]["hints"]
-    assert [game("--hint").splitlines() for _ in range(5)] == [
-        hints[:1], hints[:2], hints, [*hints, DATA["en"]["no_hint"]],
-        [*hints, DATA["en"]["no_hint"]]]
+    game()
+    assert hunt.COPY.read_text() == "edited"
+    for count in (1, 2, 3, 3):
+        shown = game("--hint")
+        assert [hint in shown for hint in BUGS[0]["en"]["hints"]] == [i < count for i in range(3)]
     assert "第 1 个 bug" in game(1, "--language", "zh")
     assert hunt.COPY.read_text(encoding="utf-8") == source_of(1)
     assert "invalid choice: 17" in game(17) and "not allowed with" in game(3, "--check")
