@@ -12,11 +12,8 @@ from dataset import last_step_of
 from dataset.jsonl import write_jsonl
 from errors import UserError
 from run.checkpoint import load_checkpoint, save_checkpoint
-from run.distributed import World
-from run.report.terminal import drop_lines_after
-from support import ROOT, jsonl, write
+from support import POLICY, jsonl, write
 
-POLICY = ROOT / "model/weights/reason_128"
 SMALL = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "8", "--beta", "0",
          "--eval_interval", "0", "--device", "cpu"]
 
@@ -27,47 +24,36 @@ def run(tmp_path, *flags):
     train_grpo.main([*SMALL, "--out_dir", str(tmp_path), "--run_name", "run", *flags])
 
 
-def refused(capsys, tmp_path, *flags):
-    """The sentence in which a run ends."""
-    with pytest.raises(SystemExit) as end:
-        run(tmp_path, *flags)
-    line, = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2
-    return line
-
-
-def test_columns_of_the_data_never_pass_for_a_runs_own(tmp_path):
+def test_columns_of_the_data_never_pass_for_a_runs_own_and_no_escape_code_is_printed(
+        tmp_path, capsys):
     names = ("step", "tokens", "logps", "length", "turns", "tool_tokens", "failed_calls", "reward")
     rows = [{"prompt": f"What is 1+{i}?", "answer": "2"} | dict.fromkeys(names, "x")
             for i in range(6)]
-    data = ["--data_path", str(write(tmp_path / "data.jsonl", rows)), "--save_interval", "1"]
-    run(tmp_path, *data, "--max_steps", "2")
-    run(tmp_path, *data, "--max_steps", "3", "--resume")
+    data = str(write(tmp_path / "\x1b[2Jdata.jsonl", rows))
+    flags = ["--data_path", data, "--save_interval", "1"]
+    run(tmp_path, *flags, "--max_steps", "2")
+    run(tmp_path, *flags, "--max_steps", "3", "--resume")
     lines = jsonl(tmp_path / "run/completions.jsonl")
     assert [line["step"] for line in lines] == [1] * 4 + [2] * 4 + [3] * 4
-    assert all(line["columns"][name] == "x" for line in lines for name in names)
+    for line in lines:
+        assert {line["columns"][name] for name in names} == {"x"}
     assert (tmp_path / "run/report.html").exists()
-
-
-@pytest.mark.parametrize("flag, theirs", [("--beta", 0.5), ("--learning_rate", 1.0)])
-def test_ranks_with_other_flags_stop_before_the_first_step(flag, theirs, monkeypatch):
-    args, name = train_grpo.parse_args(SMALL), flag.removeprefix("--")
-    monkeypatch.setattr(World, "gather", lambda world, rows: [*rows, rows[0] | {name: theirs}])
-    with pytest.raises(UserError, match=f"{flag}: .* on rank 0, but {theirs} on rank 1"):
-        train_grpo.load(args, World("cpu"))
-
-
-def test_a_reward_that_judges_nothing_says_so_with_the_columns_there_are(tmp_path, capsys):
-    rows = [{"prompt": f"What is 1+{i}?", "result": "2"} for i in range(100)]
-    data = str(write(tmp_path / "data.jsonl", rows[:5]))
-    run(tmp_path, "--data_path", data, "--max_steps", "2", "--batch_size", "100")
     printed = capsys.readouterr().out
-    assert printed.count("accuracy_reward scored none of the 10 completions") == 1
-    assert "it has messages, result" in printed and "nan%" not in printed
-    assert "format_reward scored" not in printed and "each with 5 prompts" in printed
+    assert "·[2Jdata.jsonl" in printed and "\x1b" not in printed
+    assert json.loads((tmp_path / "run/args.json").read_text())["data_path"] == data
 
 
-def test_a_resume_has_the_flags_of_the_run_but_for_those_that_are_given(
+def test_rewards_that_judge_nothing_are_named_once_with_the_columns_there_are(tmp_path, capsys):
+    rows = [{"prompt": f"What is 1+{i}?", "result": "2"} for i in range(5)]
+    data = str(write(tmp_path / "data.jsonl", rows))
+    run(tmp_path, "--data_path", data, "--max_steps", "2")
+    printed = capsys.readouterr().out
+    assert printed.count("accuracy_reward scored none of the 4 completions") == 1
+    assert "messages, result" in printed and "nan%" not in printed
+    assert "format_reward scored" not in printed
+
+
+def test_resume_has_the_flags_of_the_run_but_for_those_that_are_given(
         tmp_path, capsys, monkeypatch):
     data = str(write(tmp_path / "data.jsonl", [{"prompt": f"{i}?"} for i in range(9)]))
     run(tmp_path, "--max_steps", "1", "--reward_funcs", "tag", "--data_path", data, "--seed", "7")
@@ -76,19 +62,11 @@ def test_a_resume_has_the_flags_of_the_run_but_for_those_that_are_given(
     train_grpo.main(["--out_dir", str(tmp_path), "--run_name", "run", "--resume",
                      "--max_steps", "2", "--learning_rate", "1e-4", "--data_path", "data.jsonl"])
     said = capsys.readouterr().out
-    assert "--max_steps was 1 when the run was started, and is now 2\n" in said
-    assert "--learning_rate was 0.0003 when" in said and said.count(" when the run was ") == 2
+    assert "--max_steps was 1 when" in said and "--learning_rate was 0.0003 when" in said
+    assert said.count(" when the run was ") == 2
     assert len(jsonl(tmp_path / "run/metrics.jsonl")) == 2
     flags = json.loads((tmp_path / "run/args.json").read_text())
     assert (flags["seed"], flags["reward_funcs"], flags["data_path"]) == (7, ["tag"], data)
-
-
-def test_a_resume_with_other_weights_is_refused_and_changes_nothing(tmp_path, capsys):
-    run(tmp_path, "--max_steps", "1")
-    before = (tmp_path / "run/metrics.jsonl").read_bytes()
-    other = ["--max_steps", "2", "--resume", "--lora_rank", "4"]
-    assert "start a new run with another --run_name" in refused(capsys, tmp_path, *other)
-    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
 def a_step(policy):
@@ -103,7 +81,8 @@ def a_step(policy):
     lambda moment: moment[..., :1], lambda moment: moment[:0], lambda moment: torch.zeros(()),
     lambda moment: moment[None],
     lambda moment: moment[:1].expand(len(moment))])
-def test_an_optimizer_of_other_shapes_is_refused_before_it_is_read(change, tiny_policy, tmp_path):
+def test_resume_refuses_an_optimizer_of_other_shapes_before_it_is_read(
+        change, tiny_policy, tmp_path):
     tokenizer, policy = tiny_policy
     optimizer = a_step(policy)
     saved = get_optimizer_state_dict(policy, optimizer)
@@ -114,7 +93,7 @@ def test_an_optimizer_of_other_shapes_is_refused_before_it_is_read(change, tiny_
         load_checkpoint(tmp_path / "checkpoint", policy, optimizer)
 
 
-def test_a_resume_keeps_the_options_of_the_flags_not_those_in_the_file(tiny_policy, tmp_path):
+def test_resume_keeps_the_options_of_the_flags_not_those_in_the_file(tiny_policy, tmp_path):
     tokenizer, policy = tiny_policy
     optimizer = a_step(policy)
     saved = get_optimizer_state_dict(policy, optimizer)
@@ -126,33 +105,10 @@ def test_a_resume_keeps_the_options_of_the_flags_not_those_in_the_file(tiny_poli
     assert not group["amsgrad"] and group["weight_decay"] == 0.01
 
 
-def test_escape_codes_in_a_path_do_not_reach_the_terminal(tmp_path, capsys):
-    data = write(tmp_path / "\x1b[2Jdata.jsonl", [{"prompt": f"{i}?"} for i in range(4)])
-    run(tmp_path, "--data_path", str(data), "--max_steps", "1", "--reward_funcs", "tag")
-    printed = capsys.readouterr().out
-    assert "·[2Jdata.jsonl" in printed and "\x1b" not in printed
-    assert json.loads((tmp_path / "run/args.json").read_text())["data_path"] == str(data)
-
-
-def test_a_run_without_a_step_or_to_resume_writes_nothing(tmp_path, capsys):
+def test_a_run_needs_a_prompt_for_each_process():
     args = train_grpo.parse_args(["--batch_size", "1"])
     with pytest.raises(UserError, match="1 prompts are too few for 2 processes"):
         last_step_of(1, 1, SimpleNamespace(size=2), args)
-    rows = [{"prompt": "1?"}, {"prompt": "2?"}]
-    data = ["--data_path", str(write(tmp_path / "data.jsonl", rows))]
-    run(tmp_path, *data, "--max_steps", "1")
-    before = (tmp_path / "run/checkpoint/optimizer.pt").read_bytes()
-    (tmp_path / "run/args.json").unlink()
-    assert "args.json: no such file" in refused(capsys, tmp_path, *data, "--resume")
-    assert (tmp_path / "run/checkpoint/optimizer.pt").read_bytes() == before
-
-
-def test_a_resume_takes_no_line_away_that_it_cannot_read(tmp_path):
-    path, lines = tmp_path / "metrics.jsonl", ['{"step": 1}', "", '{"step": 2}', '{"step": 3}']
-    path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(UserError, match="metrics.jsonl, line 2: not a step"):
-        drop_lines_after(2, path)
-    assert path.read_text().split("\n")[:-1] == lines
 
 
 def test_what_was_there_stays_until_all_of_a_file_is_written(tmp_path):
