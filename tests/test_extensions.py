@@ -27,6 +27,7 @@ FLAGS = {       # how each is switched on
 APART = """advantages process, advantages teacher, process teacher, process tool,
 teacher kl_in_reward, teacher oversample"""
 TOKENIZER = AutoTokenizer.from_pretrained(POLICY)
+SHORT = [*SMALL, "--max_gen_len", "32", "--max_steps", "2", "--eval_interval", "0"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -83,8 +84,7 @@ class Doubled(GRPO):
 
 
 def test_resume_needs_an_own_class_which_files_name(tmp_path):
-    flags = ["--max_steps", "1", "--batch_size", "2", "--num_generations", "4", "--max_gen_len",
-             "8", "--eval_interval", "0", "--device", "cpu", "--out_dir", str(tmp_path)]
+    flags = [*SHORT, "--max_steps", "1", "--out_dir", str(tmp_path)]
     train_grpo.main(flags, trainer=Doubled)
     run = tmp_path / "grpo_reason_128"
     assert json.loads((run / "args.json").read_text())["trainer"] == "Doubled"
@@ -118,8 +118,7 @@ def test_overrides_are_called_in_the_declared_order(method, names):
 def test_two_runs_do_not_meet_and_each_says_whose_functions_it_calls(tmp_path, capsys):
     metrics, printed = [], []
     for name, flags in (("first", ""), ("other", "--kl_in_reward --loss_type dapo"), ("again", "")):
-        train_grpo.main([*SMALL, "--max_steps", "2", "--eval_interval", "0", *flags.split(),
-                         "--out_dir", str(tmp_path), "--run_name", name])
+        train_grpo.main([*SHORT, *flags.split(), "--out_dir", str(tmp_path), "--run_name", name])
         metrics.append(measured(tmp_path / name))
         printed.append(" ".join(capsys.readouterr().out.split()))
     assert metrics[0] == metrics[2] and metrics[0][0]["loss"] != metrics[1][0]["loss"]
@@ -182,8 +181,8 @@ def test_a_right_own_loss_is_left_alone(own_module):
 def test_each_call_of_an_own_loss_is_checked(own_module, tmp_path, capsys):
     own_module("mine", f"once = [1.0]\n\n{WHOLE}loss * once.pop(), {{}}")
     with pytest.raises(SystemExit, match="2"):
-        train_grpo.main([*SMALL, "--max_steps", "2", "--eval_interval", "0", "--loss_type",
-                         "mine:own", "--out_dir", str(tmp_path), "--run_name", "own"])
+        train_grpo.main([*SHORT, "--loss_type", "mine:own", "--out_dir", str(tmp_path),
+                         "--run_name", "own"])
     shown = capsys.readouterr().err
     assert len(jsonl(tmp_path / "own/metrics.jsonl")) == 1 and "losses.py" not in shown
     assert 'mine.py", line 5, in own' in shown and "mine:own failed: IndexError: pop " in shown
@@ -219,8 +218,7 @@ def test_a_mistake_in_an_own_estimator_is_one_sentence(returned, words, own_modu
 
 def test_unused_options_change_no_number(tmp_path, monkeypatch):
     for name in ("whole", "bare"):
-        train_grpo.main([*SMALL, "--max_gen_len", "24", "--max_steps", "2", "--eval_interval", "0",
-                         "--out_dir", str(tmp_path), "--run_name", name])
+        train_grpo.main([*SHORT, "--out_dir", str(tmp_path), "--run_name", name])
         # The script itself fills in the defaults of these two.
         monkeypatch.setattr(extensions, "EXTENSIONS", {
             extensions.advantages: extensions.advantages.OtherAdvantages,

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from errors import UserError
-from reward import child, functions, llm_judge, process_rewards, tools
+from reward import functions, llm_judge, process_rewards, tools
 from reward.load import RewardFunction
 
 LONG = [start + piece * 50_000 + end for start, piece, end in [
@@ -33,18 +33,7 @@ def test_each_thread_gets_the_answers_to_its_own_expressions():
                                          answer=[f"x+{k - k % 3 % 2}+x"])[0]
 
     with ThreadPoolExecutor(6) as pool:
-        assert [*pool.map(is_right, range(60))] == [float(k % 3 != 1) for k in range(60)]
-
-
-def test_late_answers_are_forgotten_with_the_call_that_had_them(monkeypatch):
-    monkeypatch.setattr(child, "SECONDS", 0.5)
-    monkeypatch.setattr(child, "MOST_LATE", 2)
-    late, right = "<answer>7^{7^{7^7}}</answer>", "<answer>1+x</answer>"
-    for _ in range(2):
-        assert functions.accuracy_reward([""] * 3, [late, late, right], answer=["x+1"] * 3) == [
-            0, 0, None]
-    monkeypatch.setattr(child, "SECONDS", 9)
-    assert functions.accuracy_reward([""], [right], answer=["x+1"]) == [1]
+        assert [*pool.map(is_right, range(24))] == [float(k % 3 != 1) for k in range(24)]
 
 
 def ask(judge, completion="a", **columns):

@@ -174,9 +174,6 @@ def test_functions_are_called_as_the_user_typed_them_and_awaited(tmp_path, own_m
     assert [judge.__name__ for judge in judges] == [
         "one", "two", "third", "first_judges:same", "slow", "other_judges:same"]
     assert [judge(prompts=[""], completions=["a"])[0] for judge in judges] == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(UserError, match="two of --reward_funcs are called first_judges:one"):
-        reward.load.load_for_run(train_grpo.parse_args(
-            ["--reward_funcs", names[0], names[0]]), "cpu", known=KNOWN)
 
 
 def test_reward_functions_are_found_by_name_and_in_the_current_folder(tmp_path, monkeypatch):
