@@ -202,22 +202,6 @@ def test_process_goes_on_as_it_was(tmp_path, monkeypatch, fails):
         assert after[name] == value, name
 
 
-def test_async_reward_is_awaited_beside_the_main_thread_within_a_loop_that_runs():
-    calls = []
-
-    async def awaits(completions, **columns):
-        await asyncio.sleep(0)
-        return length(completions)
-
-    async def within_a_loop():
-        calls.append(train(qwen(), TOKENIZER, reward_funcs=awaits, prompts=PROMPTS, **SHORT))
-
-    thread = threading.Thread(target=lambda: asyncio.run(within_a_loop()))
-    thread.start()
-    thread.join()
-    assert [row["step"] for row in calls[0][1]] == [1, 2]
-
-
 def test_peft_adapters_alone_learn_and_the_reference_is_the_model_without_them(tmp_path):
     peft = pytest.importorskip("peft")
 
@@ -257,23 +241,19 @@ def test_frozen_weights_stay_and_a_prompt_may_come_twice():
 
 
 class Mapped:
-    """A map-style data set, as torch's, whose repr is its address."""
+    """A map-style data set, as torch's, with the repr of those of the package datasets."""
 
     def __init__(self, rows):
         self.rows = rows
+
+    def __repr__(self):
+        return "Dataset({features: ['prompt', 'answer'], num_rows: 3})"
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, i):
         return self.rows[i]
-
-
-class Arrow(Mapped):
-    """As of the package datasets: its repr has only names and numbers."""
-
-    def __repr__(self):
-        return "Dataset({features: ['prompt', 'answer'], num_rows: 3})"
 
 
 ROWS = [{"prompt": f"What is {i} + 4?", "answer": str(i + 4)} for i in range(3)]
@@ -284,7 +264,7 @@ def test_rows_of_tables_columns_and_data_sets_are_read():
     table = SimpleNamespace(columns=[*columns], to_dict=lambda orient: ROWS)
     for given in (columns, {name: np.array(values) for name, values in columns.items()}, table,
                   SimpleNamespace(to_dicts=lambda: ROWS), SimpleNamespace(to_pylist=lambda: ROWS),
-                  Mapped(ROWS), Arrow(ROWS), iter(ROWS), (row for row in ROWS), tuple(ROWS)):
+                  Mapped(ROWS), iter(ROWS), (row for row in ROWS), tuple(ROWS)):
         assert rows_of(given) == ROWS, given
 
 
@@ -298,17 +278,17 @@ def test_resume_compares_what_objects_hold_and_not_their_repr(tmp_path):
                      reward_funcs=["rm", length], reasoning=0, out_dir=tmp_path, run_name="run",
                      **SHORT | flags)[1]
 
-    run(Arrow(ROWS), max_steps=1)
+    run(Mapped(ROWS), max_steps=1)
     other = qwen()
     with torch.no_grad():
         other.model.norm.weight[0] += 1
-    for model, prompts, what in (
-            (other, ROWS, "the weights of --model_path"),
-            (TRAINED, ROWS[::-1], "the content of --data_path"),
-            (TRAINED, Arrow([*ROWS[:2], ROWS[2] | {"answer": "8"}]), "the content of --data_path")):
+    changed = Mapped([*ROWS[:2], ROWS[2] | {"answer": "8"}])
+    for model, prompts, what in ((other, ROWS, "the weights of --model_path"),
+                                 (TRAINED, ROWS[::-1], "the content of --data_path"),
+                                 (TRAINED, changed, "the content of --data_path")):
         with pytest.raises(ValueError, match=what):
             run(prompts, model, resume=True)
-    assert [row["step"] for row in run(Mapped(ROWS), resume=True)] == [2]
+    assert [row["step"] for row in run(ROWS, resume=True)] == [2]
 
 
 def test_values_of_any_type_are_written_as_text(tmp_path):
@@ -348,7 +328,7 @@ def test_messages_are_a_copy_for_each_reward_and_each_completion():
     assert seen == [(1, "What is 3 + 4?")] * len(seen) and len(seen) == 8
 
 
-def test_async_rewards_and_tools_share_one_event_loop():
+def test_async_rewards_and_tools_share_an_event_loop_beside_one_that_runs():
     at_once, loops = asyncio.Semaphore(1), set()
 
     async def counted(text):
@@ -365,11 +345,19 @@ def test_async_rewards_and_tools_share_one_event_loop():
         return await asyncio.gather(*(counted(" 7\n") for _ in histories))
 
     tool.stop = "="
-    _, history = train(qwen(), TOKENIZER, reward_funcs=judge, prompts=PROMPTS, tool=tool,
-                       **SHORT | {"max_steps": 3, "max_gen_len": 40})
-    assert all(row["reward"] > 0 for row in history) and len(loops) == 1
+    async def within_a_loop():
+        histories.append(train(qwen(), TOKENIZER, reward_funcs=judge, prompts=PROMPTS, tool=tool,
+                               **SHORT | {"max_gen_len": 40})[1])
+
+    histories = []
+    thread = threading.Thread(target=lambda: asyncio.run(within_a_loop()))
+    thread.start()
+    thread.join()
+    history, = histories
+    assert len(history) == 2 and len(loops) == 1
+    for row in history:
+        assert row["reward"] > 0 and not row["tools/failure_frequency"]
     assert sum(row["tools/call_frequency"] for row in history) > 0
-    assert not any(row["tools/failure_frequency"] for row in history)
 
 
 # --- models with code of their own ----------------------------------------------------------------
