@@ -180,8 +180,10 @@ def test_what_a_killed_run_left_half_done_goes_but_not_its_only_checkpoint(judge
     (folder / "checkpoint").rename(folder / "checkpoint.old")
     for name in ("checkpoint.new", "final.new"):
         (folder / name).mkdir()
+        (folder / name / "half_done").touch()
     assert run(tmp_path, "--max_steps", "2", "--resume") == 0
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"checkpoint", "final"}
+    assert not [*folder.rglob("half_done")]
 
 
 def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(judge, tmp_path, capsys):
