@@ -6,14 +6,13 @@
 
 Makes a few steps of each run below with both versions, on this machine, with a thread each, and
 compares metrics (clocks removed), evaluations, completions and weights. A metric that is gone is a
-difference; a new one, and a field of a completion that only one of the two has, are named. A
-version gets its flags by the names that it knows (FORMER). Exit code 1 where anything differs or a
-run fails. Takes about nine minutes on two cores.
+difference; a new one, and a field of a completion that only one of the two has, are named. Both
+versions must know the flags below. Exit code 1 where anything differs or a run fails. Takes about
+nine minutes on two cores.
 """
 import argparse
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -26,10 +25,6 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--device cpu --dtype float32 --batch_size 4 --num_generations 4 --micro_batch_size 8 "
          "--eval_interval 2 --eval_samples 16")
-FORMER = {      # flags of now: as they were, where a version still defines the first name
-    r"--advantage_estimator gdpo": "--multi_objective_aggregation normalize_then_sum",
-    r"--sampler_ratio (\S+) (\S+)": r"--sampler_ratio_min \1 --sampler_ratio_max \2",
-}
 CLOCKS = ("timing_s/", "step_time", "perf/")
 OBJECTIVES = {
     "default": "",
@@ -95,14 +90,6 @@ def all_runs():
     return runs
 
 
-def by_its_names(flags, version):
-    source = "".join(path.read_text(encoding="utf-8") for path in Path(version).glob("run/**/*.py"))
-    for now, before in FORMER.items():
-        if f'"{before.split()[0]}"' in source:
-            flags = re.sub(now, before, flags)
-    return flags
-
-
 def train(version, name, calls, out):
     """The folder of the run, made by the code in `version`; RuntimeError if a call fails."""
     ranks = name.rpartition(" ")[2]
@@ -113,7 +100,7 @@ def train(version, name, calls, out):
     folder = name.replace(", ", "_")
     for flags in calls:
         done = subprocess.run(
-            [*start, *shlex.split(f"{SMALL} {by_its_names(flags, version)}"), "--out_dir", out,
+            [*start, *shlex.split(f"{SMALL} {flags}"), "--out_dir", out,
              "--run_name", folder], cwd=version, env=os.environ | {"OMP_NUM_THREADS": "1"},
             text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode:

@@ -4,10 +4,14 @@ import json
 import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
 import sys
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -23,6 +27,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:      # -n 2: they share the cores,
 import torch  # noqa: E402 - it reads that variable
 from transformers import AutoTokenizer  # noqa: E402
 
+import train_grpo  # noqa: E402
 from model import MiniMindConfig, MiniMindForCausalLM, load_pretrained  # noqa: E402
 
 # How to start processes that need not import torch once more: they fork from one that has.
@@ -92,6 +97,26 @@ def edit(path, remove=(), **changes):
     """Change or remove fields of a json file."""
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: content[key] for key in content if key not in remove}))
+
+
+def files(folder):
+    """{path: content} of the files in a folder; a lock is none."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.name != ".lock"}
+
+
+def refusal(program, *flags):
+    """The line on stderr in which a command ends, with exit code 2. It runs in this process."""
+    errors = StringIO()
+    with redirect_stderr(errors), patch.object(sys, "argv", [program, *map(str, flags)]):
+        with pytest.raises(SystemExit) as end:
+            if program == "train_grpo":
+                train_grpo.main()
+            sys.modules.pop(program, None)
+            runpy.run_module(program, run_name="__main__")
+    line, = errors.getvalue().splitlines()
+    assert end.value.code == 2, line
+    return line
 
 
 class Canary:

@@ -28,15 +28,15 @@ def paid(reply, gold):
 
 
 @pytest.mark.parametrize("kind", sorted({case["kind"] for case in CASES}))
-def test_the_cases(kind):
+def test_answers_of_the_table_of_cases(kind):
     cases = [case for case in CASES if case["kind"] == kind]
     rewards = accuracy_reward(None, [case["reply"] for case in cases],
                               answer=[case["gold"] for case in cases])
-    wrong = [case for case, reward in zip(cases, rewards) if reward != case["right"]]
-    assert not wrong
+    for case, reward in zip(cases, rewards):
+        assert reward == case["right"], case
 
 
-def test_the_table_of_the_page_is_right():
+def test_answers_of_the_table_of_the_page():
     page = (ROOT / "docs/own_task.md").read_text(encoding="utf-8")
     page = page[page.index("| gold answer |"):]
     rows = re.findall(r"^\| `(.+)` \| `(.+)` \| `(.+)` \|$", page, re.M)
@@ -158,19 +158,18 @@ HANGS = ["9^{9^{9}}", "10^{10^{10}}", "2^{3^{4^{5^{6}}}}", "99999999!", "(10^8)!
 
 
 def test_replies_that_never_end_are_wrong_in_time_and_after_some_nobody_is_asked(monkeypatch):
-    monkeypatch.setattr("reward.child.MOST_LATE", 3)
-    monkeypatch.setattr("reward.load.MOST_LATE", 3)
+    monkeypatch.setattr("reward.child.MOST_LATE", 2)
+    monkeypatch.setattr("reward.load.MOST_LATE", 2)
     monkeypatch.setattr(child, "SECONDS", 0.5)
     judge, = load_reward_funcs(["accuracy"])
     replies = [f"<answer>{text}</answer>" for text in HANGS] + ["<answer>5</answer>"]
-    with pytest.warns(UserWarning, match="skipped .* checks in a step, because 3 others "):
+    with pytest.warns(UserWarning, match="skipped .* checks in a step, because 2 others "):
         rewards = judge(prompts=[""] * 21, completions=replies, answer=[r"\sqrt{2}"] * 20 + ["5"])
-    assert len(HANGS) == 20 and rewards[-1] == 1 and CHILD.late == 3
+    assert len(HANGS) == 20 and rewards[-1] == 1 and CHILD.late == 2
     assert {x for x in rewards[:-1] if not math.isnan(x)} == {0.0}
     assert sum(map(math.isnan, rewards)) == CHILD.unanswered > 0
     assert judge.failed == {"late": 1}
-    CHILD.late = 0
-    monkeypatch.setattr(child, "SECONDS", 9)
+    monkeypatch.setattr(child, "SECONDS", 9)            # the next call begins anew
     assert paid(r"<answer>\sqrt{12}</answer>", r"2\sqrt{3}") == 1
 
 

@@ -1,11 +1,9 @@
 """The notebooks: cells run, their asserts can fail, outputs show learning."""
 import json
 import re
-import statistics
 
 import pytest
 import torch
-from test_one_page import page
 
 from support import ROOT
 
@@ -19,66 +17,50 @@ SOURCES = ["".join(cell["source"]) for cell in CODE]
 PROPOSED = [("return ((groups - mean) / (std + 1e-4)).view(-1)", "return (groups - mean).view(-1)"),
             ("from train_grpo import group_advantages", "from reward.baselines import estimate"),
             ("group_advantages(rewards, G)", 'estimate(rewards, G, scale="none")')]
-# Mistakes in the short functions, by cell: its assert against train_grpo.py notices them.
-MISTAKES = {5: [("std + 1e-4", "std + 1e-2"), ("groups - mean", "groups"), PROPOSED[0]],
-            6: [("- is_end == 0", "== 0"), ("-R - 1:-1", "-R:")],
-            7: [("1.2", "1.3"), ("torch.min", "torch.max"), ("-per_answer.mean()", "-gain.mean()")]}
-
 
 def run(number, source, names):
-    few = re.sub("^(STEPS, PROMPTS, HELDOUT) = .*", r"\1 = 2, 4, 40", source, flags=re.MULTILINE)
+    few = re.sub("^(STEPS, PROMPTS, HELDOUT) = .*", r"\1 = 2, 4, 16", source, flags=re.MULTILINE)
     few = re.sub("steps=(15|30)", "steps=2", few)
     exec(compile(few, f"cell {number}", "exec"), names)
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_every_cell_runs(monkeypatch):
+def test_notebook_cells_run_with_the_proposed_change_too(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("MPLBACKEND", "agg")
     names = {}
-    for number, source in enumerate(SOURCES[:8], start=1):
-        for right, wrong in MISTAKES.get(number, ()):
-            assert source.count(right) == 1
-            with pytest.raises(AssertionError):
-                run(number, source.replace(right, wrong), dict(names))
+    for number, source in enumerate(SOURCES, start=1):
         run(number, source, names)
         if number == 5:
             proposed = dict(names)
-            assert all(json.dumps(new)[1:-1] in text for text in TEXTS for _, new in PROPOSED)
-            for old, new in PROPOSED[:0:-1]:
-                source = source.replace(old, new)
-            with pytest.raises(AssertionError):     # the first of them not yet made
-                run(5, source, dict(names))
-            run(5, source.replace(*PROPOSED[0]), proposed)
-            deviations = proposed["rewards"] - proposed["rewards"].mean()
-            torch.testing.assert_close(proposed["advantages"], deviations)
-    G, rewards, advantages = names["G"], names["rewards"].tolist(), names["advantages"]
-    mean, std = statistics.mean(rewards), statistics.stdev(rewards)
-    assert advantages.tolist() == pytest.approx([(r - mean) / std for r in rewards], abs=1e-3)
-    torch.testing.assert_close(names["gradient"].sum(1), -advantages / G)
-    # What the page computes, with no KL.
-    torch.testing.assert_close(names["advantages"], page.group_advantages(names["rewards"], G))
-    moved = names["after"], names["logps"].detach(), names["advantages"], names["mask"]
-    loss, _ = page.grpo_loss(*moved, ref_logps=moved[1], beta=0.0)
-    torch.testing.assert_close(names["clipped_loss"](*moved), loss)
-    moved = (names["after"] - names["logps"]).sum(1)
-    assert moved[names["best"]] > 0 > moved[names["worst"]]
-    for number, source in enumerate(SOURCES[8:], start=9):
-        run(number, source, names)
+        elif number == 8:
+            moved = (names["after"] - names["logps"]).sum(1)
+            assert moved[names["best"]] > 0 > moved[names["worst"]]
+    torch.testing.assert_close(names["gradient"].sum(1), -names["advantages"] / names["G"])
     steps, shares = zip(*names["curve"])
     assert steps == (0, 2) and 0.05 < shares[0] < 0.6
     assert len(names["axes"].lines[0].get_xdata()) == len(names["my_curve"]) == 2
     assert len(names["history"]) == 2 and type(names["model"]).__name__ == "Qwen3ForCausalLM"
-    assert names["my_reward"](None, ["I guess 7.", "3+4=7"], ["7", "7"]) == [1, 0]
     names["plt"].close("all")
+    source = SOURCES[4]
+    with pytest.raises(AssertionError):                 # only one of the changes is made
+        run(5, source.replace(*PROPOSED[0]), dict(proposed))
+    for old, new in PROPOSED:
+        assert old in source
+        source = source.replace(old, new)
+        for text in TEXTS:
+            assert json.dumps(new)[1:-1] in text
+    run(5, source, proposed)
+    deviations = proposed["rewards"] - proposed["rewards"].mean()
+    torch.testing.assert_close(proposed["advantages"], deviations)
 
 
-def test_both_notebooks_have_the_same_code():
+def test_notebooks_have_the_same_code_in_both_languages():
     assert [cell["source"] for cell in CODE] == [cell["source"] for cell in CODE_ZH]
 
 
 @pytest.mark.parametrize("cells", [CODE, CODE_ZH], ids=NAMES)
-def test_the_saved_outputs_show_rewards_climb(cells):
+def test_notebook_outputs_show_rewards_climb(cells):
     assert [cell["execution_count"] for cell in cells] == list(range(1, 12))
     printed = ["".join("".join(output.get("text", "")) for output in cell["outputs"])
                for cell in cells]
@@ -94,8 +76,8 @@ def test_the_saved_outputs_show_rewards_climb(cells):
     assert any("image/png" in output.get("data", ()) for output in cells[8]["outputs"])
 
 
-@pytest.mark.parametrize("name, text", zip(NAMES, TEXTS), ids=NAMES)
-def test_the_file_leads_somewhere_and_tells_nothing_of_the_machine_that_ran_it(name, text):
+@pytest.mark.parametrize("name, text", [*zip(NAMES, TEXTS)], ids=NAMES)
+def test_notebook_links_lead_somewhere_and_tells_nothing_of_the_machine_that_ran_it(name, text):
     targets = re.findall(r"\]\(([^()#]+)\)", text)
     assert [target for target in targets if not target.startswith("https:")
             and not (ROOT / name).parent.joinpath(target).exists()] == []

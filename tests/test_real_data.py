@@ -16,12 +16,10 @@ from model import load_pretrained, load_tokenizer
 from reward import accuracy_reward, load_reward_model
 from reward.load import RewardFunction
 from run.rollout import Rollout
-from support import ROOT, jsonl, turns, write
+from support import POLICY, ROOT, SMALL, jsonl, turns, write
 from train_grpo import GRPO, completion_mask, format_reward, tag_reward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = ["--batch_size", "4", "--num_generations", "4", "--max_gen_len", "64",
-         "--max_steps", "2", "--epochs", "2"]
 
 
 def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path):
@@ -29,7 +27,8 @@ def test_an_rlaif_file_without_answers_trains_on_the_reward_model_alone(tmp_path
     chats = [chat, [{"role": "system", "content": "Be brief."}, *chat], chat * 2]
     chats = [{"conversations": chat} for chat in chats]
     train_grpo.main([
-        *SMALL, "--data_path", str(write(tmp_path / "rlaif.jsonl", chats * 2)),
+        *SMALL, "--max_steps", "2", "--max_gen_len", "16", "--epochs", "2",
+        "--data_path", str(write(tmp_path / "rlaif.jsonl", chats * 2)),
         "--out_dir", str(tmp_path), "--run_name", "rlaif", "--reasoning", "0",
         "--reward_funcs", "rm", "accuracy", "--reward_model_clip", "0",
         "--reward_weights", "10", "1", "--system_prompt", "r1", "--max_seq_len", "400"])
@@ -100,7 +99,7 @@ def test_switches_of_any_name_are_set_and_are_those_of_the_final_template(openin
 
 
 def test_a_token_without_a_row_is_refused_where_a_prompt_holds_it(tokenizer, tmp_path):
-    rows, config = len(tokenizer), load_pretrained(ROOT / "model/weights/reason_128").config
+    rows, config = len(tokenizer), load_pretrained(POLICY).config
     more = copy.deepcopy(tokenizer)
     more.add_tokens(["<picture>"])
     more.save_pretrained(tmp_path)

@@ -4,7 +4,9 @@ import json
 import math
 import sys
 import textwrap
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ import reward.load
 import train_grpo
 from errors import UserError
 from model import load_pretrained
-from reward import functions, load_reward_funcs
+from reward import functions, llm_judge, load_reward_funcs, process_rewards, tools
 from reward.functions import accuracy_reward
 from reward.load import RewardFunction
 from reward.reward_model import reward_model_reward
@@ -57,14 +59,9 @@ def test_format_and_tag_rewards(completion, form, tags):
     ("<think>\n<answer>162</answer>\n</think>\n<answer>\n7\n</answer>", "162", 0),
     ("<think>\n<answer>162</answer>", "162", 0),
     ("<think>\n162\n</think>\n<answer>\n162", "162", 0),          # never closed
-    # numbers in different notations; hedging is not a number
-    ("<answer>\n1,234.50\n</answer>", "1234.5", 1),
-    ("<answer> $-7. </answer>", -7, 1),
-    ("<answer>7 or 8</answer>", "8", 0), ("<answer>nan</answer>", "5", 0),
-    ("<answer>Paris</answer>", "Paris", 1),
+    ("<answer>7 or 8</answer>", "8", 0), ("<answer>162</answer>", None, None),
     # no tags: the last number
-    ("27*6=120+42=162\nThe answer is 162.", "162", 1), ("162, or rather 163", "162", 0),
-    ("It is 1,234.5.", "1234.5", 1), ("No idea.", "162", 0), ("<answer>162</answer>", None, None),
+    ("27*6=120+42=162\nThe answer is 162.", "162", 1), ("No idea.", "162", 0),
 ])
 def test_accuracy_reward(completion, gold, expected):
     assert accuracy_reward([""], [completion], answer=[gold]) == [expected]
@@ -153,7 +150,7 @@ def test_rewards_are_weighted_and_what_was_not_judged_adds_nothing():
     assert rewards[0] == torch.tensor(3e38) and rewards[1] == 0 and rewards[2].isnan()
 
 
-def test_functions_are_called_as_the_user_typed_them_and_awaited(tmp_path, own_module):
+def test_reward_functions_are_called_as_the_user_typed_them_and_awaited(own_module):
     own_module("first_judges", textwrap.dedent("""
         import functools
         class Judge:
@@ -174,22 +171,17 @@ def test_functions_are_called_as_the_user_typed_them_and_awaited(tmp_path, own_m
     assert [judge.__name__ for judge in judges] == [
         "one", "two", "third", "first_judges:same", "slow", "other_judges:same"]
     assert [judge(prompts=[""], completions=["a"])[0] for judge in judges] == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(UserError, match="two of --reward_funcs are called first_judges:one"):
-        reward.load.load_for_run(train_grpo.parse_args(
-            ["--reward_funcs", names[0], names[0]]), "cpu", known=KNOWN)
 
 
-def test_reward_functions_are_found_by_name_and_in_the_current_folder(tmp_path, monkeypatch):
+def test_reward_functions_are_found_in_the_current_folder_and_count_failures_each(
+        tmp_path, monkeypatch):
     (tmp_path / "my_own.py").write_text("one = lambda completions, **columns: [1]\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     importlib.invalidate_caches()
-    judges = load_reward_funcs(["format", "tag", "accuracy", "my_own:one"], known=KNOWN)
     of_training, of_evaluation = load_reward_funcs(["my_own:one"] * 2)
     of_evaluation.failed["late"] += 1
-    assert not of_training.failed
-    assert [judge.function for judge in judges[:3]] == [format_reward, tag_reward, accuracy_reward]
-    assert judges[3](completions=[""]) == [1]
+    assert of_training(completions=[""]) == [1] and not of_training.failed
 
 
 @pytest.mark.parametrize("name, shown", [
@@ -312,3 +304,78 @@ def test_a_run_outlives_its_rewards(flags, failed, reward, own_module, tmp_path)
     assert line["rewards/wild/failed"] == failed and line["reward"] == pytest.approx(reward)
     weights = load_pretrained(tmp_path / "run/final").parameters()
     assert all(weight.isfinite().all() for weight in weights)
+
+
+# --- replies, data and functions that could slow, bend or end a run in silence --------------------
+
+LONG = [start + piece * 50_000 + end for start, piece, end in [
+    ("<answer>", ".", "x</answer>"), ("", "<answer>", ""), ("", "\\boxed{", ""), ("", "7", "x"),
+    ("<think>\n", "\n</think>\n<answer>\n", ""), ("", "<tool_call>", ""), ("", "7", "")]]
+LONG.append("+".join(f"1/{7**60 + i}" for i in range(400)))
+
+
+def test_the_longest_reply_is_read_in_linear_time():
+    columns = {"answer": ["162"], "completion_ids": [[1, 2] * 50_000]}
+    began = time.process_time()
+    for text in LONG:
+        for name, rule in functions.RULES.items():
+            if name != "reasoning_gym":         # whose judges are not ours
+                rule(prompts=[""], completions=[text], own_words=[text], **columns)
+        tools.tool_calls([pow])([[text]], ["<|im_start|>assistant\n"])
+        process_rewards.judge_lines(text)
+        assert time.process_time() - began < 4, text[:30]       # 1 on a slow machine
+
+
+def test_each_thread_gets_the_answers_to_its_own_expressions():
+    def is_right(k):
+        return accuracy_reward([""], [f"<answer>2x+{k}</answer>"],
+                                         answer=[f"x+{k - k % 3 % 2}+x"])[0]
+
+    with ThreadPoolExecutor(6) as pool:
+        assert [*pool.map(is_right, range(24))] == [float(k % 3 != 1) for k in range(24)]
+
+
+def call(judge, completion="a", **columns):
+    return judge(prompts=["p"], completions=[completion], own_words=["a"], messages=[[]], **columns)
+
+
+def needs_secret(prompts, completions, secret, **columns):
+    return [0.0]
+
+
+@pytest.mark.parametrize("columns, message", [
+    ({}, "has the columns none$"), ({"a": [1], "b": [2]}, "'secret'; the data .* a, b$")])
+def test_a_column_that_is_missing_is_one_sentence(columns, message, capsys):
+    with pytest.raises(UserError, match=f"^reward function needs_secret: .*{message}"):
+        call(RewardFunction(needs_secret), **columns)
+    assert capsys.readouterr().err == ""
+
+
+def tool_of(function, tokenizer):
+    function.stop = "="
+    return tools.Tool(function, tokenizer, 1)
+
+
+def test_a_tools_column_and_a_users_mistake_in_a_later_call(tokenizer, capsys):
+    tool = tool_of(lambda texts, secret, **columns: [None], tokenizer)
+    with pytest.raises(UserError, match="--tool <lambda>: .*'secret'; .* level$"):
+        tool([["="]], {"prompts": [""], "level": [1]})
+    judge = RewardFunction(accuracy_reward)
+    call(judge, answer=["a"])
+    with pytest.warns(UserWarning, match="UserError: the column answer is empty"):
+        assert math.isnan(call(judge, answer=[" "])[0])
+    assert judge.failed == {"UserError": 1} and capsys.readouterr().err == ""
+
+
+def test_no_escape_code_of_a_reply_is_printed_and_no_header_ends_a_judge(capsys, monkeypatch):
+    def busy(text, *chat, **columns):
+        error = OSError(text)
+        error.headers = {"Retry-After": "²"}        # isdigit, and no int
+        raise error
+
+    with pytest.raises(UserError, match="its traceback is above"):
+        call(RewardFunction(lambda completions, **columns: busy(*completions)), "\x1b[2J")
+    assert "\nOSError: ·[2J\n" in capsys.readouterr().err
+    monkeypatch.setattr(llm_judge, "ask", busy)
+    monkeypatch.setattr(llm_judge, "PAUSE", 0)
+    assert isinstance(llm_judge.score("", ""), OSError)

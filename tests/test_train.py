@@ -1,5 +1,7 @@
 """A call from Python: `train` with objects and functions does what the command line does."""
+import ast
 import asyncio
+import copy
 import datetime
 import decimal
 import importlib.util
@@ -17,13 +19,12 @@ import pytest
 import torch
 from tqdm import tqdm
 from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3Model,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -31,6 +32,7 @@ from transformers import (
 import errors
 import train_grpo
 from model.in_memory import rows_of
+from pages import blocks as blocks_of
 from run.rollout import Rollout
 from support import POLICY, ROOT, jsonl
 from train_grpo import train
@@ -45,11 +47,11 @@ def length(completions, **columns):
     return [len(text) / 100 for text in completions]
 
 
-TOKENIZER = AutoTokenizer.from_pretrained(POLICY)
+TOKENIZER, TRAINED = AutoTokenizer.from_pretrained(POLICY), Qwen3ForCausalLM.from_pretrained(POLICY)
 
 
-def qwen(path=POLICY):
-    return AutoModelForCausalLM.from_pretrained(path)
+def qwen():
+    return copy.deepcopy(TRAINED)
 
 
 def tiny_config(kind=Qwen3Config, **options):
@@ -57,6 +59,16 @@ def tiny_config(kind=Qwen3Config, **options):
                    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                    "head_dim": 8, "bos_token_id": None, "pad_token_id": None,
                    "eos_token_id": TOKENIZER.eos_token_id} | options)
+
+
+def tiny():
+    return Qwen3ForCausalLM(tiny_config())
+
+
+def tiny_gpt2():
+    return GPT2LMHeadModel(GPT2Config(
+        vocab_size=len(TOKENIZER), n_embd=32, n_layer=2, n_head=2, bos_token_id=0,
+        eos_token_id=TOKENIZER.eos_token_id))
 
 
 def in_float8(model):
@@ -77,10 +89,11 @@ def without_clocks(rows):
              if not name.startswith(("timing_s", "step_time", "perf", "eval"))} for row in rows]
 
 
-def test_a_model_learns_what_its_folder_learns_and_is_the_object_that_was_given(tmp_path):
-    flags = {"max_steps": 2, "batch_size": 4, "num_generations": 4, "max_gen_len": 64,
+def test_train_learns_what_a_command_does_and_returns_the_object_that_was_given(
+        tmp_path, small_data):
+    flags = {"max_steps": 2, "batch_size": 4, "num_generations": 4, "max_gen_len": 24,
              "micro_batch_size": 8, "reward_weights": [1, 0.5], "eval_interval": 0}
-    model, problems = qwen(), str(ROOT / "dataset/train.jsonl")
+    model, problems = qwen(), str(small_data / "train.jsonl")
     trained, history = train(model, TOKENIZER, reward_funcs=["accuracy", "format"],
                              prompts=problems, **flags)
     assert trained is model and type(model.lm_head) is torch.nn.Linear
@@ -91,19 +104,20 @@ def test_a_model_learns_what_its_folder_learns_and_is_the_object_that_was_given(
     for row, other in zip(history, jsonl(tmp_path / "run/metrics.jsonl"), strict=True):
         for name, value in without_clocks([other])[0].items():
             assert row[name] == value, name
-    saved = qwen(tmp_path / "run/final")
+    saved = Qwen3ForCausalLM.from_pretrained(tmp_path / "run/final")
     assert torch.equal(weights(model), weights(saved))
-    assert not torch.equal(weights(model), weights(qwen()))
+    assert not torch.equal(weights(model), weights(TRAINED))
 
 
-@pytest.mark.parametrize("name", ["README.md", "README_zh.md"])
-def test_the_lines_of_the_readme_run(name, monkeypatch):
+def test_readme_lines_run_and_are_the_same_in_both_languages(monkeypatch):
     monkeypatch.chdir(ROOT)
-    text = (ROOT / name).read_text(encoding="utf-8")
-    block, = (part.partition("```")[0] for part in text.split("```python\n") if "train(" in part)
-    lines, names = block.replace("max_steps=30", "max_steps=4"), {}
-    exec(lines, names)
-    assert lines != block and [row["step"] for row in names["history"]] == [1, 2, 3, 4]
+    blocks = [code for name in ("README.md", "README_zh.md") for kind, code in blocks_of(
+        (ROOT / name).read_text(encoding="utf-8")) if kind == "python" and "train(" in code]
+    english, chinese = (ast.unparse(ast.parse(block)) for block in blocks)      # without comments
+    assert english == chinese and "max_steps=30" in english
+    names = {}
+    exec(english.replace("max_steps=30", "max_steps=2"), names)
+    assert [row["step"] for row in names["history"]] == [1, 2]
     assert names["history"][-1]["kl"] > 0
 
 
@@ -118,17 +132,17 @@ def test_the_lines_of_the_readme_run(name, monkeypatch):
     ({"prompts": ["one " * 99]}, "prompts[0]: the prompt has"),
     ({"lora_rank": 4}, "lora_rank reads weights from files"),
     ({"resume": True}, "pass the out_dir"),
-    ({"model": qwen().requires_grad_(False)}, "all its weights are frozen"),
+    ({"model": tiny().requires_grad_(False)}, "all its weights are frozen"),
     ({"swanlab": "offline"}, "pass an out_dir"),
     ({"data_path": "x"}, "data_path is given twice"),
     ({"oversample": 2, "shuffle": 0}, "leaves prompts out"),
-    ({"model": type(qwen())}, "<type> is not a causal model"),
+    ({"model": Qwen3ForCausalLM}, "<type> is not a causal model"),
     ({"loss_type": "sapo", "loss_options": {"tau_god": 2}}, "has no number tau_god"),
     ({"reference": POLICY, "beta": 0}, "with beta=0 it would not be used"),
     ({"model": None}, "model is None"),
     ({"prompts": None}, "prompts is None"),
     ({"reward_funcs": []}, "reward_funcs is []"),
-    ({"model": AutoModel.from_pretrained(POLICY)}, "has no head that predicts tokens"),
+    ({"model": Qwen3Model(tiny_config())}, "has no head that predicts tokens"),
     ({"tokenizer": 7}, "<int> is no tokenizer of transformers"),
     ({"tokenizer": SimpleNamespace(tokenizer=TOKENIZER, apply_chat_template=print)},
      "<SimpleNamespace> is no tokenizer of transformers"),
@@ -142,10 +156,10 @@ def test_the_lines_of_the_readme_run(name, monkeypatch):
     ({"prompts": [{"prompt": "What is 1 + 1?", 7: "x"}]}, "the field name 7 is not a text"),
     ({"reference": Qwen3ForCausalLM(tiny_config(vocab_size=200)), "beta": 0.1},
      "the reference has 200 tokens, but the policy 288"),
-    ({"model": in_float8(Qwen3ForCausalLM(tiny_config()))}, "is quantized"),
+    ({"model": in_float8(tiny())}, "is quantized"),
 ])
-def test_a_mistake_is_one_sentence_and_a_value_error(mistake, words):
-    given = {"model": qwen(), "tokenizer": TOKENIZER, "reward_funcs": [length],
+def test_mistakes_are_one_sentence_and_a_value_error(mistake, words):
+    given = {"model": TRAINED, "tokenizer": TOKENIZER, "reward_funcs": [length],
              "prompts": PROMPTS, **SHORT} | mistake
     with pytest.raises(ValueError) as caught:
         train(given.pop("model"), given.pop("tokenizer"), **given)
@@ -153,24 +167,20 @@ def test_a_mistake_is_one_sentence_and_a_value_error(mistake, words):
 
 
 def state_of_the_process():
-    return (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM),
-            torch.get_float32_matmul_precision(), torch.random.get_rng_state().tolist(),
-            torch.get_default_dtype(), errors.GIVEN.copy(), threading.active_count(),
-            [*os.scandir(".")], len(os.listdir("/proc/self/fd")) if LINUX else 0, zombies())
+    linux = sys.platform == "linux"
+    children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "stat="], text=True,
+                              capture_output=True).stdout.split() if shutil.which("ps") else []
+    return {
+        "SIGINT": signal.getsignal(signal.SIGINT), "SIGTERM": signal.getsignal(signal.SIGTERM),
+        "precision": torch.get_float32_matmul_precision(), "dtype": torch.get_default_dtype(),
+        "random numbers": torch.random.get_rng_state().tolist(), "objects": errors.GIVEN.copy(),
+        "threads": threading.active_count(), "files": os.listdir("."),
+        "open files": len(os.listdir("/proc/self/fd")) if linux else 0,
+        "zombies": [state for state in children if state.startswith("Z")]}
 
 
-LINUX = sys.platform == "linux"
-
-
-def zombies():
-    """The process ids of children that have ended, but were not waited for."""
-    found = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "stat="], capture_output=True,
-                           text=True).stdout.split() if shutil.which("ps") else []
-    return [state for state in found if state.startswith("Z")]
-
-
-@pytest.mark.parametrize("fails", [None, RuntimeError, KeyboardInterrupt])
-def test_the_process_goes_on_as_it_was(tmp_path, monkeypatch, fails):
+@pytest.mark.parametrize("fails", [None, KeyboardInterrupt])
+def test_process_goes_on_as_it_was(tmp_path, monkeypatch, fails):
     def reward(completions, **columns):
         if fails:
             raise fails
@@ -183,28 +193,16 @@ def test_the_process_goes_on_as_it_was(tmp_path, monkeypatch, fails):
     rows = [{"prompt": PROMPTS[0], "answer": r"\sqrt{49}"}]        # math-verify's child is asked
     try:
         train(model, TOKENIZER, reward_funcs=["accuracy", reward], prompts=rows, **SHORT)
-    except (ValueError, KeyboardInterrupt):
+    except KeyboardInterrupt:
         assert fails
-    assert state_of_the_process() == before
-    torch.set_default_dtype(torch.float32)
-    # Again, beside the main thread, and with a reward that awaits in a thread whose loop runs.
-    calls = []
-
-    async def awaits(completions, **columns):
-        await asyncio.sleep(0)
-        return length(completions)
-
-    async def within_a_loop():
-        calls.append(train(qwen(), TOKENIZER, reward_funcs=awaits, prompts=PROMPTS, **SHORT))
-
-    thread = threading.Thread(target=lambda: asyncio.run(within_a_loop()))
-    thread.start()
-    thread.join()
-    assert [row["step"] for row in calls[0][1]] == [1, 2]
+    finally:
+        after = state_of_the_process()
+        torch.set_default_dtype(torch.float32)
+    for name, value in before.items():
+        assert after[name] == value, name
 
 
-def test_adapters_of_peft_alone_learn_and_the_reference_is_the_model_without_them(
-        tmp_path):
+def test_peft_adapters_alone_learn_and_the_reference_is_the_model_without_them(tmp_path):
     peft = pytest.importorskip("peft")
 
     def adapted():
@@ -231,48 +229,31 @@ def test_adapters_of_peft_alone_learn_and_the_reference_is_the_model_without_the
     assert torch.equal(weights(again), weights(whole))
 
 
-def test_what_is_frozen_stays_frozen_and_a_prompt_may_come_twice():
+def test_frozen_weights_stay_and_a_prompt_may_come_twice():
     model = qwen()
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     for name, weight in model.named_parameters():
         weight.requires_grad_("mlp" in name)
     train(model, TOKENIZER, reward_funcs=length, prompts=PROMPTS[2:] * 2, **SHORT)
     for name, weight in model.named_parameters():
-        assert torch.equal(weight, before[name]) != ("mlp" in name) == weight.requires_grad, name
-
-
-def test_a_resume_compares_what_objects_hold(tmp_path):
-    flags = SHORT | {"out_dir": tmp_path, "run_name": "run", "resume": True, "max_steps": 2}
-    train(qwen(), TOKENIZER, reward_funcs=length, prompts=PROMPTS,
-          **flags | {"resume": False, "max_steps": 1})
-    other = qwen()
-    with torch.no_grad():
-        other.model.norm.weight[0] += 1
-    for model, prompts, what in ((other, PROMPTS, "the weights of --model_path"),
-                                 (qwen(), PROMPTS[::-1], "the content of --data_path")):
-        with pytest.raises(ValueError, match=what):
-            train(model, TOKENIZER, reward_funcs=length, prompts=prompts, **flags)
-    assert len(train(qwen(), TOKENIZER, reward_funcs=length, prompts=PROMPTS, **flags)[1]) == 1
+        assert weight.requires_grad == ("mlp" in name), name
+        assert torch.equal(weight, before[name]) == ("mlp" not in name), name
 
 
 class Mapped:
-    """A map-style data set, as torch's, whose repr is its address."""
+    """A map-style data set, as torch's, with the repr of those of the package datasets."""
 
     def __init__(self, rows):
         self.rows = rows
+
+    def __repr__(self):
+        return "Dataset({features: ['prompt', 'answer'], num_rows: 3})"
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, i):
         return self.rows[i]
-
-
-class Arrow(Mapped):
-    """As of the package datasets: its repr has only names and numbers."""
-
-    def __repr__(self):
-        return "Dataset({features: ['prompt', 'answer'], num_rows: 3})"
 
 
 ROWS = [{"prompt": f"What is {i} + 4?", "answer": str(i + 4)} for i in range(3)]
@@ -283,34 +264,31 @@ def test_rows_of_tables_columns_and_data_sets_are_read():
     table = SimpleNamespace(columns=[*columns], to_dict=lambda orient: ROWS)
     for given in (columns, {name: np.array(values) for name, values in columns.items()}, table,
                   SimpleNamespace(to_dicts=lambda: ROWS), SimpleNamespace(to_pylist=lambda: ROWS),
-                  Mapped(ROWS), Arrow(ROWS), iter(ROWS), (row for row in ROWS), tuple(ROWS)):
+                  Mapped(ROWS), iter(ROWS), (row for row in ROWS), tuple(ROWS)):
         assert rows_of(given) == ROWS, given
-    seen = set()
-
-    def spy(prompts, completions, answer, **others):
-        seen.update(answer)
-        return length(completions)
-
-    train(qwen(), TOKENIZER, reward_funcs=spy, prompts=(row for row in ROWS), **SHORT)
-    assert seen == {"4", "5", "6"}
 
 
-@pytest.mark.parametrize("kind", [Mapped, Arrow])
-def test_resume_compares_the_rows_of_a_data_set_and_not_its_repr(kind, tmp_path):
-    flags = SHORT | {"out_dir": tmp_path, "run_name": "run", "reward_funcs": ["rm", length],
-                     "reasoning": 0}
-
+def test_resume_compares_what_objects_hold_and_not_their_repr(tmp_path):
     class Judge:        # has no content to compare, so another one is no reason to refuse
         def get_scores(self, chats):
             return [0.5] * len(chats)
 
-    train(qwen(), TOKENIZER, prompts=kind(ROWS), reward_model=Judge(), **flags | {"max_steps": 1})
-    others = [*ROWS[:2], ROWS[2] | {"answer": "8"}]
-    with pytest.raises(ValueError, match="the content of --data_path"):
-        train(qwen(), TOKENIZER, prompts=kind(others), reward_model=Judge(), resume=True, **flags)
-    _, history = train(qwen(), TOKENIZER, prompts=kind(ROWS), reward_model=Judge(), resume=True,
-                       **flags)
-    assert len(history) == 1
+    def run(prompts, model=TRAINED, **flags):
+        return train(copy.deepcopy(model), TOKENIZER, prompts=prompts, reward_model=Judge(),
+                     reward_funcs=["rm", length], reasoning=0, out_dir=tmp_path, run_name="run",
+                     **SHORT | flags)[1]
+
+    run(Mapped(ROWS), max_steps=1)
+    other = qwen()
+    with torch.no_grad():
+        other.model.norm.weight[0] += 1
+    changed = Mapped([*ROWS[:2], ROWS[2] | {"answer": "8"}])
+    for model, prompts, what in ((other, ROWS, "the weights of --model_path"),
+                                 (TRAINED, ROWS[::-1], "the content of --data_path"),
+                                 (TRAINED, changed, "the content of --data_path")):
+        with pytest.raises(ValueError, match=what):
+            run(prompts, model, resume=True)
+    assert [row["step"] for row in run(ROWS, resume=True)] == [2]
 
 
 def test_values_of_any_type_are_written_as_text(tmp_path):
@@ -350,7 +328,7 @@ def test_messages_are_a_copy_for_each_reward_and_each_completion():
     assert seen == [(1, "What is 3 + 4?")] * len(seen) and len(seen) == 8
 
 
-def test_async_rewards_and_tools_share_one_event_loop():
+def test_async_rewards_and_tools_share_an_event_loop_beside_one_that_runs():
     at_once, loops = asyncio.Semaphore(1), set()
 
     async def counted(text):
@@ -367,11 +345,19 @@ def test_async_rewards_and_tools_share_one_event_loop():
         return await asyncio.gather(*(counted(" 7\n") for _ in histories))
 
     tool.stop = "="
-    _, history = train(qwen(), TOKENIZER, reward_funcs=judge, prompts=PROMPTS, tool=tool,
-                       **SHORT | {"max_steps": 3, "max_gen_len": 40})
-    assert all(row["reward"] > 0 for row in history) and len(loops) == 1
+    async def within_a_loop():
+        histories.append(train(qwen(), TOKENIZER, reward_funcs=judge, prompts=PROMPTS, tool=tool,
+                               **SHORT | {"max_gen_len": 40})[1])
+
+    histories = []
+    thread = threading.Thread(target=lambda: asyncio.run(within_a_loop()))
+    thread.start()
+    thread.join()
+    history, = histories
+    assert len(history) == 2 and len(loops) == 1
+    for row in history:
+        assert row["reward"] > 0 and not row["tools/failure_frequency"]
     assert sum(row["tools/call_frequency"] for row in history) > 0
-    assert not any(row["tools/failure_frequency"] for row in history)
 
 
 # --- models with code of their own ----------------------------------------------------------------
@@ -392,7 +378,7 @@ class Steered(Qwen3ForCausalLM):
 
 
 def hooked():
-    model = Qwen3ForCausalLM(tiny_config())
+    model = tiny()
     model.calls = 0
 
     def hook(module, args, output):
@@ -425,7 +411,8 @@ def test_a_model_with_code_of_its_own_runs_in_its_class_and_resumes(make, tmp_pa
     torch.manual_seed(0)
     model = make()
     state = {name: one.clone() for name, one in model.state_dict().items()}
-    flags = SHORT | {"out_dir": tmp_path, "reward_funcs": length, "prompts": PROMPTS}
+    flags = SHORT | {"out_dir": tmp_path, "reward_funcs": length, "prompts": PROMPTS,
+                     "max_gen_len": 8}
     train(model, TOKENIZER, run_name="run", **flags | {"max_steps": 1})
     assert "without model/fast" in capsys.readouterr().out and getattr(model, "calls", 1) > 0
     again = make()
@@ -441,8 +428,7 @@ def test_a_model_with_code_of_its_own_runs_in_its_class_and_resumes(make, tmp_pa
 @pytest.mark.parametrize("enabled", [False, True])
 def test_generate_says_after_a_call_what_it_would_have_said(enabled):
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(TOKENIZER), n_embd=32, n_layer=2, n_head=2,
-                                       bos_token_id=0, eos_token_id=TOKENIZER.eos_token_id)).eval()
+    model = tiny_gpt2().eval()
     if enabled:
         model.activation_checkpointing_enable()
 
@@ -476,13 +462,10 @@ def test_functions_and_models_stand_for_names_and_paths(capsys):
         nowhere = torch.zeros_like(ratio, dtype=torch.bool)
         return -ratio * advantages, {"low": nowhere, "high": nowhere}
 
-    config = GPT2Config(vocab_size=len(TOKENIZER), n_embd=16, n_layer=1, n_head=2,
-                        bos_token_id=0, eos_token_id=TOKENIZER.eos_token_id)
     _, history = train(
-        GPT2LMHeadModel(config), TOKENIZER, reference=GPT2LMHeadModel(config), prompts=PROMPTS,
-        reward_model=Judge(), reasoning=0, reward_funcs=["rm", length, lambda completions, **
-                                                         columns: length(completions)],
-        loss_type=bound, **SHORT)
+        tiny_gpt2(), TOKENIZER, reference=tiny_gpt2(), prompts=PROMPTS, reward_model=Judge(),
+        reasoning=0, loss_type=bound, **SHORT,
+        reward_funcs=["rm", length, lambda completions, **columns: length(completions)])
     first = history[0]
     assert first["rewards/reward_model/mean"] == first["rewards/length/mean"]
     assert first["reward"] == pytest.approx(3 * first["rewards/function/mean"])
@@ -502,10 +485,7 @@ def test_a_file_that_hides_one_of_our_folders_is_named(monkeypatch):
 def test_trls_quickstart_learns_the_same(tmp_path, monkeypatch):
     trl, datasets = (pytest.importorskip(name) for name in ("trl", "datasets"))
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, bos_token_id=None,
-        eos_token_id=TOKENIZER.eos_token_id, pad_token_id=None))
+    model = tiny()
     model.save_pretrained(tmp_path / "model")
     texts = ["Tell me a joke.", "What is a group?"]
     trainer = trl.GRPOTrainer(
@@ -543,36 +523,3 @@ def test_trls_quickstart_learns_the_same(tmp_path, monkeypatch):
     assert rollout.advantages.abs().sum() > 1
     assert history[0]["loss"] == pytest.approx(log["loss"], abs=1e-6)
     assert history[0]["grad_norm"] == pytest.approx(log["grad_norm"], rel=1e-4)
-
-
-TWICE = """import argparse
-import sys
-sys.path.insert(0, {root!r})
-import torch
-from run.distributed import World
-for _ in range(2):
-    world = World.join(argparse.Namespace(device="cpu", dtype="float32", seed=0, shard=0))
-    torch.manual_seed(world.rank)
-    model = torch.nn.Linear(2, 2)
-    world.share(model, "<Linear>")
-    assert len(set(world.gather([model.weight.sum().item()]))) == 1
-    world.check_same("<list>", [1, 2], "pass the same")
-    try:
-        world.check_same("<list>", [world.rank], "pass the same prompts")
-    except ValueError as error:
-        assert "<list> differs between rank" in str(error)
-    else:
-        raise AssertionError("different lists are the same")
-    assert world.sum(torch.ones(1)).item() == 2 and torch.distributed.is_initialized()
-    world.close()
-    assert not torch.distributed.is_initialized()
-"""
-
-
-def test_a_second_run_in_the_processes_of_torchrun_makes_a_group_of_its_own(tmp_path):
-    script = tmp_path / "twice.py"
-    script.write_text(TWICE.format(root=str(ROOT)))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr

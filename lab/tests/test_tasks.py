@@ -11,7 +11,7 @@ from lab.tasks.countdown import countdown_reward
 from lab.tasks.tokenizer import TAGS, train_tokenizer
 from model import train_sft
 from reward import load_reward_funcs
-from support import turns
+from support import POLICY, files, refusal, turns
 
 
 def test_the_game_is_won_by_own_words_and_its_tool_compares():
@@ -56,6 +56,29 @@ def test_the_calculators_problems_have_right_answers_and_calls():
         for reply in replies:
             for start, end in reply.get("forced", []):
                 assert reply["content"][start:end] == f"{row['answer']}\n"
+
+
+FILES = {"empty.jsonl": b"", "README": b"text", "full/config.json": b"{}",
+         "chats.jsonl": b'{"prompt": "1+1", "answer": "2"}'}
+
+
+@pytest.mark.parametrize("command, words", [
+    ("tokenizer --data chats.jsonl --save new --vocab_size 7", "--vocab_size 263"),
+    ("tokenizer --data chats.jsonl --save full", "--save full"),
+    (f"pairs --sample {POLICY} --prompts chats.jsonl --save chats.jsonl", "chats.jsonl exists"),
+    ("from_gguf _ --save new", "file empty"),
+    *((f"{name} --out_dir README/new", "README/new")
+      for name in ("arithmetic", "guess", "sentences"))])
+def test_refused_commands_end_in_one_sentence_and_change_no_file(
+        command, words, monkeypatch, tmp_path):
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    line = refusal(*(" " if word == "_" else word for word in f"lab.tasks.{command}".split()))
+    for word in ("error: ", *words.split()):
+        assert word in line
+    assert files(tmp_path) == FILES
 
 
 @pytest.mark.parametrize("name, columns, message", [
