@@ -18,7 +18,11 @@ FILES = {"itself": b"@other", "other": b"# again\n@itself", "quote": b"'a",
          "full/args.json": b"{}", "README": b"text", "half/curves.png": b"",
          "junk/metrics.jsonl": b'{"step": 1}\njunk\n', "list/metrics.jsonl": b"[1]",
          "stepless/metrics.jsonl": b'{"kl": 1}', "word/metrics.jsonl": b'{"step": "x"}',
-         "run/metrics.jsonl": b'{"step": 1}\n'}
+         "run/metrics.jsonl": b'{"step": 1}\n', "run/args.json": b'{"num_generations": 4}',
+         "run/completions.jsonl": b'{"step": 1, junk}\n',
+         "no_reply.jsonl": b'{"messages": []}', "no_prompt.jsonl": b'{"answer": "5"}',
+         "blank.jsonl": b'{"prompt": "1+1?", "answer": " "}',
+         "half.jsonl": b'{"prompt": "1", "answer": "2"}\n{'}
 SFT = f"model.train_sft --data chats.jsonl --save new --init {POLICY}"
 JUDGE = f"reward.train_reward_model --save new --init {POLICY}"
 CHAT, GYM = f"model.chat {POLICY}", "dataset.reasoning_gym chain_sum --save new"
@@ -27,6 +31,13 @@ CHAT, GYM = f"model.chat {POLICY}", "dataset.reasoning_gym chain_sum --save new"
 @pytest.mark.parametrize("command, words", [
     (f"{SFT} --learning_rate inf", "--learning_rate"), (f"{SFT} --heldout -3", "--heldout -3"),
     (f"{SFT} --hidden_size 100", "--hidden_size 64"), (f"{SFT} --init _", "--init empty"),
+    (f"{SFT} --data no_reply.jsonl", "no_reply.jsonl, line 1: assistant answer"),
+    (f"{SFT} --data blank.jsonl", "blank.jsonl, line 1: assistant answer"),
+    (f"{SFT} --data no_prompt.jsonl", "no_prompt.jsonl, line 1: prompt conversations"),
+    (f"{SFT} --data half.jsonl", "half.jsonl, line 2: JSON"),
+    (f"{SFT} --data empty.jsonl", "empty.jsonl: empty"),
+    (f"{SFT} --data nowhere.jsonl", "nowhere.jsonl: file"),
+    ("model.train_sft --data chats.jsonl --save new", "--init --tokenizer"),
     (f"{JUDGE} --data pairs.jsonl --heldout pairs.jsonl --steps -1", "--steps -1"),
     (f"{JUDGE} --data pairs.jsonl", "--heldout"),
     (f"{JUDGE} --data pairs.jsonl --heldout pairs.jsonl", "pairs.jsonl, 1: chosen"),
@@ -35,12 +46,14 @@ CHAT, GYM = f"model.chat {POLICY}", "dataset.reasoning_gym chain_sum --save new"
     (f"{GYM} --size -1", "--size -1"), (f"{GYM} --heldout -1", "--heldout -1"),
     ("train_grpo --temperature 1e-45", "--temperature 0.001"),
     ("train_grpo --data_path _", "--data_path empty"), ("train_grpo --model_path _", "empty"),
+    ("train_grpo --data_path nowhere.jsonl", "nowhere.jsonl: file"),
     ("train_grpo @itself", "@itself itself"),
     ("train_grpo @quote", "@quote quotation"), ("train_grpo @nowhere", "@nowhere: file"),
     ("run.report.picture _", "runs empty"), ("run.report.picture junk", "metrics.jsonl, line 2"),
     ("run.report.picture list", "metrics.jsonl"), ("run.report.picture stepless", "step"),
     ("run.report.picture word", "metrics.jsonl"), ("run.report.picture run -o .", ".png"),
     ("run.report.picture run -o new.doc", "new.doc .png"),
+    ("run.report.html_page run", "run JSON"), ("run.report.html_page nowhere", "nowhere folder"),
     # What is there stays.
     ("run.report.picture run -o README", "README picture"), (f"{SFT} --save full", "--save full"),
     (f"{JUDGE} --data good.jsonl --heldout good.jsonl --save full", "--save full"),
