@@ -6,6 +6,7 @@ of functions change a gradient, and that a user's mistake ends in one sentence.
 import itertools
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 from huggingface_hub import ModelCard
+from PIL import Image
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -46,11 +48,12 @@ NAN = float("nan")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_run_leaves_all_its_files(tmp_path, capsys, monkeypatch, pictures):
-    train_grpo.main(["--max_steps", "3", "--eval_interval", "2", "--out_dir", str(tmp_path),
-                     "--run_name", "short", *SMALL])
-    folder, metrics = tmp_path / "short", jsonl(tmp_path / "short/metrics.jsonl")
-    assert [line["step"] for line in metrics] == [1, 2, 3]
+def test_a_run_leaves_all_its_files(tmp_path, capsys, monkeypatch, all_prompts, pictures):
+    """The first two steps of the default as it is shipped; evaluated on fewer problems."""
+    train_grpo.main(["--max_steps", "2", "--eval_samples", "16", "--out_dir", str(tmp_path)])
+    folder = tmp_path / "grpo_reason_128"
+    first, second = metrics = jsonl(folder / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2]
     for name in (
         "loss", "reward_std", "frac_reward_zero_std", "entropy", "grad_norm", "learning_rate",
         "clip_ratio/region_mean", "ppo_kl", "completions/mean_length", "completions/clipped_ratio",
@@ -58,45 +61,49 @@ def test_a_run_leaves_all_its_files(tmp_path, capsys, monkeypatch, pictures):
         "timing_s/update", "perf/throughput", "rewards/reward_model/std",
     ):
         assert all(isinstance(line[name], float | int) for line in metrics), name
-    first, second, third = metrics
     for line in metrics:                    # the sampler has the weights of each step
         assert 0 < line["rollout_probs_diff_mean"] < line["rollout_probs_diff_max"] < 1e-4
-    assert first["kl"] == pytest.approx(0, abs=1e-6) and third["kl"] > 1e-5
-    assert first["num_tokens"] < second["num_tokens"] < third["num_tokens"]
-    assert [line["step"] for line in jsonl(folder / "eval.jsonl")] == [0, 2, 3]
-    assert "eval/accuracy" in second and "eval/accuracy" not in first
-    of_all, = {line["measure"] for line in jsonl(folder / "eval.jsonl")}
-    assert of_all.startswith("accuracy on 16 problems, ")
+        assert 1 < line["reward"] < 3 and line["ppo_kl"] == 0
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-5
+    assert 0 < first["num_tokens"] < second["num_tokens"]
+    before, after = jsonl(folder / "eval.jsonl")
+    assert (before["step"], after["step"]) == (0, 2)
+    assert before["measure"] == after["measure"]
+    assert before["measure"].startswith("accuracy on 16 problems, ")
+    assert second["eval/accuracy"] == after["eval/accuracy"] and "eval/accuracy" not in first
     rows = jsonl(folder / "completions.jsonl")
-    group, total = rows[:4], [sum(row["rewards"].values()) for row in rows[:4]]
-    assert len(rows) == 3 * 16 and len({row["prompt"] for row in group}) == 1
+    group, total = rows[:8], [sum(row["rewards"].values()) for row in rows[:8]]
+    assert len(rows) == 2 * 16 * 8 and len({row["prompt"] for row in group}) == 1
+    assert len({row["prompt"] for row in rows}) == 2 * 16
     assert [row["reward"] for row in group] == pytest.approx(total, abs=1e-5)
-    advantages = train_grpo.group_advantages(torch.tensor(total), 4).tolist()
+    advantages = train_grpo.group_advantages(torch.tensor(total), 8).tolist()
     assert [row["advantage"] for row in group] == pytest.approx(advantages, abs=1e-3)
-    assert json.loads((folder / "args.json").read_text())["num_generations"] == 4
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "checkpoint" / "optimizer.pt").is_file()
+    assert json.loads((folder / "args.json").read_text())["num_generations"] == 8
+    width, height = Image.open(folder / "curves.png").size
+    assert min(width, height) > 300
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    questions = {re.search("What is (.*)[?]", row["prompt"])[1] for row in rows if row["step"] == 2}
+    assert any(question in page for question in questions) and page.endswith("</html>\n")
+    assert (folder / "checkpoint/optimizer.pt").is_file()
+    assert_same_weights(folder / "final", folder / "checkpoint")
     card = ModelCard.load(folder / "final/README.md")
-    ends = [jsonl(folder / "eval.jsonl")[i]["eval/accuracy"] for i in (0, -1)]
-    assert card.data.library_name == "transformers" and card.data.base_model is None
-    assert "| result | held-out accuracy {:.1%} → {:.1%}, ".format(*ends) in card.text
-    assert "`--num_generations 4`" in card.text and str(tmp_path) not in card.text
-    assert 'python -m model.chat "short/final" --temperature 1.0\n' in card.text
+    ends = before["eval/accuracy"], after["eval/accuracy"]
+    assert "held-out accuracy {:.1%} → {:.1%}, ".format(*ends) in card.text
+    assert str(tmp_path) not in card.text
     printed = capsys.readouterr().out
+    assert printed.count("What is 24 + 33*8?") == 2     # at each evaluation the same problem
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)        # the card samples
     exec(card.text.split("```python\n")[1].partition("```")[0], {})
     assert capsys.readouterr().out.startswith("<think>\n")
-    assert "held-out accuracy" in printed
-    # At each evaluation the same problem; the included weights begin carelessly.
-    assert printed.count("\n  What is 24 + 33*8?\n") == 3
-    assert "\n  wrong: <think>⏎ 33*8 is 264⏎ 264+24 is 272⏎ </think>" in printed
 
 
-def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
+def test_resume_ends_where_an_unbroken_run_does(tmp_path, monkeypatch):
+    # Eight prompts, and a step reserves four: the resume begins a second pass.
+    data = write(tmp_path / "eight.jsonl", jsonl(ROOT / "dataset/train.jsonl")[:8])
     flags = [*SMALL, *"""--max_steps 4 --save_interval 2 --eval_interval 0 --num_iterations 2
         --num_minibatches 2 --ref_model_sync_steps 1 --kl_in_reward --oversample 2 --batch_size 2
-        --max_gen_len 48 --out_dir""".split(), str(tmp_path)]
+        --max_gen_len 32""".split(), "--data_path", str(data), "--out_dir", str(tmp_path)]
     train_grpo.main([*flags, "--run_name", "unbroken"])
     compute_rewards = GRPO.compute_rewards
 
@@ -112,8 +119,12 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
     assert len(jsonl(tmp_path / "broken/metrics.jsonl")) == 3
     train_grpo.main([*flags, "--run_name", "broken", "--resume"])
     assert_same_weights(tmp_path / "unbroken/final", tmp_path / "broken/final")
-    assert measured(tmp_path / "unbroken") == measured(tmp_path / "broken")
-    assert len(jsonl(tmp_path / "broken/completions.jsonl")) == 4 * 8
+    whole, parts = measured(tmp_path / "unbroken"), measured(tmp_path / "broken")
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert ours == theirs
+    asked = [[row["prompt"] for row in jsonl(tmp_path / name / "completions.jsonl")]
+             for name in ("unbroken", "broken")]
+    assert asked[0] == asked[1] and len(asked[0]) == 4 * 8
 
 
 @pytest.mark.parametrize("flags, steps", [
@@ -123,19 +134,6 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
 def test_how_many_steps_a_run_makes(flags, steps):
     args = train_grpo.parse_args(flags.split())
     assert prompts.last_step_of(4, 1, World("cpu"), args) == steps
-
-
-def test_a_resume_in_the_second_pass_reads_what_an_unbroken_run_reads(tmp_path):
-    data = tmp_path / "three.jsonl"
-    write(data, jsonl(ROOT / "dataset/train.jsonl")[:3])
-    flags = [*SMALL, "--data_path", str(data), "--out_dir", str(tmp_path),
-             *"--batch_size 2 --max_gen_len 8 --eval_interval 0 --reward_funcs format".split()]
-    train_grpo.main([*flags, "--max_steps", "5", "--run_name", "whole"])
-    train_grpo.main([*flags, "--max_steps", "3", "--run_name", "parts"])
-    train_grpo.main([*flags, "--max_steps", "5", "--run_name", "parts", "--resume"])
-    asked = [[row["prompt"] for row in jsonl(tmp_path / name / "completions.jsonl")]
-             for name in ("whole", "parts")]
-    assert asked[0] == asked[1] and len(set(asked[0])) == 3
 
 
 def test_only_evaluating_prints_the_results(tmp_path, capsys):
