@@ -1,7 +1,5 @@
 """What stays exact where matrix products are in bfloat16, and weights for a sampler that is not."""
-import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +8,10 @@ import torch.nn.functional as F
 import train_grpo
 from model import fast, load_pretrained
 from model.model import Head
-from run.extensions import correction as of_sampler
-from run.rollout import MicroBatch
-from steps import arguments, gradient, loop_loss, random_case, state_of
+from run.extensions.correction import near_sampler, sampler_weights
+from steps import arguments, gradient, state_of
 from support import POLICY, SMALL, jsonl
-from train_grpo import family_loss, token_logps
+from train_grpo import token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,10 +60,14 @@ def test_the_head_in_chunks_is_float32_with_its_gradients_too(monkeypatch):
 
 @pytest.mark.parametrize("flags", [
     "--sampler plain --supervision process --entropy_coef 0.1 --loss_type dapo",
-    "--lora_rank 4 --gradient_checkpointing --mask_truncated_completions --beta 0",
+    "--lora_rank 4 --gradient_checkpointing --mask_truncated_completions --beta 0 "
+    "--max_gen_len 40",
     "--importance_sampling_level sequence --sampler_correction token_truncate --kl_in_reward",
 ])
-def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, tmp_path, monkeypatch):
+def test_ratios_are_exactly_1_while_the_policy_has_not_moved(
+        flags, tmp_path, own_module, monkeypatch):
+    own_module("uneven", "def reward(completion_ids, **columns):\n"
+               "    return [float(sum(ids) % 5) for ids in completion_ids]\n")
     calls, compute_loss = [], train_grpo.GRPO.compute_loss
 
     def spy(state, part, logps, entropy):
@@ -75,10 +76,10 @@ def test_ratios_are_exactly_1_while_the_policy_has_not_moved(flags, tmp_path, mo
 
     monkeypatch.setattr(train_grpo.GRPO, "compute_loss", spy)
     monkeypatch.setattr(train_grpo, "lr_at", lambda *args, **options: 0.0)
-    train_grpo.main([*SMALL, *flags.split(), *"""--dtype bfloat16 --micro_batch_size 2 --max_steps 1
-        --batch_size 2 --num_iterations 2 --num_minibatches 3 --max_gen_len 44 --run_name still
-        --eval_interval 0 --reward_funcs format tag accuracy --out_dir""".split(), str(tmp_path)])
-    assert len(calls) >= 6 and calls == [0.0] * len(calls)
+    train_grpo.main([*SMALL, *"""--dtype bfloat16 --micro_batch_size 2 --max_steps 1 --batch_size 2
+        --num_iterations 2 --num_minibatches 3 --max_gen_len 20 --run_name still --eval_interval 0
+        --reward_funcs uneven:reward --out_dir""".split(), str(tmp_path), *flags.split()])
+    assert len(calls) >= 6 and max(calls) == 0
     (metrics,) = jsonl(tmp_path / "still/metrics.jsonl")
     assert metrics["ppo_kl"] == 0 and metrics["timing_s/old_logps"] > 0
 
@@ -124,57 +125,16 @@ CORRECTION = "--sampler_correction"
     (f"{CORRECTION} sequence_mask --sampler_ratio 0.4 3", [0]),
     (f"{CORRECTION} sequence_mask --loss_type r1", [0.25]),
 ])
-def test_importance_weights_by_hand(six, flags, expected):
+def test_correction_weights_by_hand(six, flags, expected):
     six.loss_mask = torch.tensor([[1, 1, 1, 0]])
-    six.sampling_logps = torch.tensor([[0.1, 0.4, 0.8, 1.0]]).log()
-    old_logps = torch.tensor([[0.2, 0.2, 0.2, 1.0]]).log()      # ratios 2, 1/2 and 1/4
-    six.old_logps, args = old_logps, arguments(*flags.split())
-    weights = of_sampler.sampler_weights(
-        six, args.sampler_correction, *args.sampler_ratio)
+    six.sampling_logps = torch.tensor([[0.1, 0.4, 0.8, 0.1]]).log()
+    six.old_logps = torch.tensor([[0.2, 0.2, 0.2, 0.2]]).log()  # ratios 2, 1/2, 1/4; no token
+    args = arguments(*flags.split())
+    weights = sampler_weights(six, args.sampler_correction, *args.sampler_ratio)
     assert weights[0].tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("correction", of_sampler.CORRECTIONS[1:])
-@pytest.mark.parametrize("loss_type, level", [
-    ("grpo", "token"), ("dppo", "token"), ("bnpo", "sequence"), ("r1", "token")])
-def test_a_corrected_loss_and_its_gradient_equal_a_loop(loss_type, level, correction):
-    logps, old_logps, advantages, mask, ref_logps = random_case(5)
-    if loss_type == "r1" and "token" in correction:
-        return                                      # refused: one ratio per completion
-    sampling_logps = old_logps + 0.5 * torch.randn(old_logps.shape).double()
-    weighted = torch.zeros_like(logps)
-    for i, A in enumerate(advantages.tolist()):
-        ratios = [math.exp(old_logps[i, t] - sampling_logps[i, t]) for t in range(mask[i].sum())]
-        for t, w in enumerate(ratios):
-            w = math.prod(ratios) if "sequence" in correction else w
-            clipped = min(max(w, 0.7), 1.4)
-            weighted[i, t] = A * (clipped if "truncate" in correction else w * (w == clipped))
-    part = MicroBatch(None, None, None, None, mask, sampling_logps, ref_logps, advantages, {},
-                      old_logps=old_logps)
-
-    class Uncorrected:
-        args = SimpleNamespace(sampler_correction=correction, sampler_ratio=[0.7, 1.4],
-                               off_policy_mask_threshold=0)
-
-        def compute_loss(self, part, logps, entropy):
-            return family_loss(logps, part.old_logps, part.advantages, mask, ref_logps=ref_logps,
-                               beta=0.3, loss_type=loss_type, importance_sampling_level=level)
-
-    class Corrected(of_sampler.SamplerCorrection, Uncorrected):
-        pass
-
-    loss, _ = Corrected().compute_loss(part, logps.requires_grad_(), None)
-    loss.backward()
-    again = logps.detach().requires_grad_()
-    expected, _ = loop_loss(
-        again, old_logps, weighted[:, 0] if loss_type == "r1" else weighted, mask, ref_logps,
-        beta=0.3, loss_type=loss_type, level=level)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(logps.grad, again.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_bad_completions_that_the_policy_has_left_teach_nothing(six, policy):
+def test_off_policy_mask_leaves_out_bad_completions_that_the_policy_has_left(six, policy):
     six.old_logps = None
     six.advantages = torch.tensor([1.0, -0.5, -0.3, -1.2, 0.0, 0.1])
     # The means of log pi_sampler - log pi; those above 0.5 with A < 0 are rows 1 and 3.
@@ -185,7 +145,7 @@ def test_bad_completions_that_the_policy_has_left_teach_nothing(six, policy):
     kept = torch.tensor([1.0, 0, -0.3, 0, 0, 0.1])
 
     def advantages():
-        return of_sampler.near_sampler(six, logps, 0.5).advantages
+        return near_sampler(six, logps, 0.5).advantages
 
     assert advantages()[:, 0].tolist() == kept.tolist()
     masked, _ = gradient(policy, six, token_logps, off_policy_mask_threshold=0.5)
@@ -196,27 +156,30 @@ def test_bad_completions_that_the_policy_has_left_teach_nothing(six, policy):
     assert advantages()[1].tolist() == [0, 0, 0, 2.0, *[0] * 8]
 
 
-@pytest.mark.parametrize("loss_type, single", [
-    ("grpo", True), ("grpo", False), ("cispo", True), ("sapo", False)])
-def test_importance_weights_multiply_the_policy_term_alone(six, policy, loss_type, single):
-    options = {"loss_type": loss_type, "beta": 0.1, "epsilon_high": 5.0}
-    ratios = torch.tensor([0.5, 1.0, 8.0]).repeat(6, 4)
-    weights = torch.tensor([0.5, 1.0, 2.0]).repeat(6, 4)
-    if single:
-        six.old_logps = None
-    else:
-        six.old_logps = six.sampling_logps
-    six.sampling_logps = six.sampling_logps - ratios.log()
-    weighted, metrics = gradient(policy, six, token_logps, sampler_correction="token_truncate",
-                                 sampler_ratio=[0.0, 2.0], **options)
+@pytest.mark.parametrize("loss_type, level, correction, moved", [
+    ("grpo", "token", "token_truncate", False), ("grpo", "token", "sequence_mask", True),
+    ("cispo", "token", "token_mask", False), ("sapo", "token", "token_truncate", True),
+    ("dppo", "token", "token_mask", True), ("bnpo", "sequence", "sequence_truncate", True),
+    ("r1", "token", "sequence_truncate", True)])
+def test_correction_weighs_the_policy_term_alone(six, policy, loss_type, level, correction, moved):
+    options = {"loss_type": loss_type, "beta": 0.1, "epsilon_high": 5.0,
+               "importance_sampling_level": level}
+    old_logps = six.old_logps if moved else six.sampling_logps
+    ratios, bounds = torch.tensor([0.5, 1.0, 2.5]).repeat(6, 4), (0.6, 2.0)
+    six.sampling_logps = old_logps - ratios.log()
+    weights = sampler_weights(replace(six, old_logps=old_logps), correction, *bounds)
+    six.old_logps = old_logps if moved else None        # None: computed in the update
+    weighted, metrics = gradient(policy, six, token_logps, sampler_correction=correction,
+                                 sampler_ratio=bounds, **options)
     counted = six.loss_mask.bool()
-    assert metrics["rollout_is_mean"] == pytest.approx(weights[counted].mean().item(), rel=1e-4)
-    share = weights[counted].mean() ** 2 / weights[counted].square().mean()
-    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(share.item(), rel=1e-4)
+    each = weights.expand(6, 12)[counted]
+    share = each.mean() ** 2 / each.square().mean()
     of_completions = (ratios.log() * counted).sum(1).abs()
-    for name, value in (("mean", of_completions.mean()), ("max", of_completions.max())):
-        assert metrics[f"rollout_log_ratio_{name}"] == pytest.approx(value.item(), rel=1e-4)
-    six.advantages = six.advantages[:, None] * weights
+    for name, value in {"is_mean": each.mean(), "is_eff_sample_size": share,
+                        "log_ratio_mean": of_completions.mean(),
+                        "log_ratio_max": of_completions.max()}.items():
+        assert metrics[f"rollout_{name}"] == pytest.approx(value.item(), rel=1e-4), name
+    six.advantages = (six.advantages[:, None] * weights).squeeze(1)
     expected, metrics = gradient(policy, six, token_logps, **options)
     assert "rollout_is_mean" not in metrics
     assert (weighted - expected).norm() < 1e-4 * expected.norm()

@@ -3,7 +3,6 @@ import math
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from reward.functions import repetition_reward, soft_overlong_reward
 from reward.process_rewards import judge_lines, judge_steps, process_advantages
@@ -43,10 +42,9 @@ def test_a_line_is_a_step_if_it_has_equations_and_right_if_they_hold(line, right
     assert judge_lines(line) == ([] if right is None else [(len(line), right)])
 
 
-def test_steps_end_at_their_line_and_the_outcome_at_the_last_token():
-    tokenizer = AutoTokenizer.from_pretrained("model/weights/reason_128")
+def test_steps_end_at_their_line_and_the_outcome_at_the_last_token(tokenizer):
     eos = [tokenizer.eos_token_id]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] + eos
            for text in (RIGHT, WRONG, RIGHT)]
     rewards, ends = judge_steps([RIGHT, WRONG, RIGHT], ids, tokenizer, eos, [1.25, -0.5, math.nan])
     assert rewards == [[1.0, 1.0, 1.25], [1.0, 0.0, -0.5], []] and ends[2] == []

@@ -6,15 +6,16 @@ of functions change a gradient, and that a user's mistake ends in one sentence.
 import itertools
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 from huggingface_hub import ModelCard
+from PIL import Image
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -24,7 +25,8 @@ from errors import UserError
 from model import eos_token_ids, fast, load_pretrained
 from reward.load import RewardFunction
 from run.evaluate import evaluate, measure
-from run.extensions import moving_reference, teacher
+from run.extensions import teacher
+from sampling import wide
 from steps import arguments, gradient, rollout_of_six, state_of
 from support import (
     PLACE,
@@ -46,57 +48,60 @@ NAN = float("nan")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_run_leaves_all_its_files(tmp_path, capsys, monkeypatch, pictures):
-    train_grpo.main(["--max_steps", "3", "--eval_interval", "2", "--out_dir", str(tmp_path),
-                     "--run_name", "short", *SMALL])
-    folder, metrics = tmp_path / "short", jsonl(tmp_path / "short/metrics.jsonl")
-    assert [line["step"] for line in metrics] == [1, 2, 3]
-    for name in (
-        "loss", "reward_std", "frac_reward_zero_std", "entropy", "grad_norm", "learning_rate",
-        "clip_ratio/region_mean", "ppo_kl", "completions/mean_length", "completions/clipped_ratio",
-        "step_time", "timing_s/rollout", "timing_s/reward", "timing_s/ref_logps",
-        "timing_s/update", "perf/throughput", "rewards/reward_model/std",
-    ):
+def test_a_run_leaves_all_its_files(tmp_path, capsys, monkeypatch, all_prompts, pictures):
+    """The first two steps of the default as it is shipped; evaluated on fewer problems."""
+    train_grpo.main(["--max_steps", "2", "--eval_samples", "16", "--out_dir", str(tmp_path)])
+    folder = tmp_path / "grpo_reason_128"
+    first, second = metrics = jsonl(folder / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2]
+    for name in """loss reward_std frac_reward_zero_std entropy grad_norm learning_rate
+            clip_ratio/region_mean completions/mean_length completions/clipped_ratio step_time
+            timing_s/rollout timing_s/reward timing_s/ref_logps timing_s/update perf/throughput
+            rewards/reward_model/std""".split():
         assert all(isinstance(line[name], float | int) for line in metrics), name
-    first, second, third = metrics
     for line in metrics:                    # the sampler has the weights of each step
         assert 0 < line["rollout_probs_diff_mean"] < line["rollout_probs_diff_max"] < 1e-4
-    assert first["kl"] == pytest.approx(0, abs=1e-6) and third["kl"] > 1e-5
-    assert first["num_tokens"] < second["num_tokens"] < third["num_tokens"]
-    assert [line["step"] for line in jsonl(folder / "eval.jsonl")] == [0, 2, 3]
-    assert "eval/accuracy" in second and "eval/accuracy" not in first
-    of_all, = {line["measure"] for line in jsonl(folder / "eval.jsonl")}
-    assert of_all.startswith("accuracy on 16 problems, ")
+        assert 1 < line["reward"] < 3 and line["ppo_kl"] == 0
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-5
+    assert 0 < first["num_tokens"] < second["num_tokens"]
+    before, after = jsonl(folder / "eval.jsonl")
+    assert (before["step"], after["step"]) == (0, 2)
+    assert before["measure"] == after["measure"]
+    assert before["measure"].startswith("accuracy on 16 problems, ")
+    assert second["eval/accuracy"] == after["eval/accuracy"] and "eval/accuracy" not in first
     rows = jsonl(folder / "completions.jsonl")
-    group, total = rows[:4], [sum(row["rewards"].values()) for row in rows[:4]]
-    assert len(rows) == 3 * 16 and len({row["prompt"] for row in group}) == 1
+    group, total = rows[:8], [sum(row["rewards"].values()) for row in rows[:8]]
+    assert len(rows) == 2 * 16 * 8 and len({row["prompt"] for row in group}) == 1
+    assert len({row["prompt"] for row in rows}) == 2 * 16
     assert [row["reward"] for row in group] == pytest.approx(total, abs=1e-5)
-    advantages = train_grpo.group_advantages(torch.tensor(total), 4).tolist()
+    advantages = train_grpo.group_advantages(torch.tensor(total), 8).tolist()
     assert [row["advantage"] for row in group] == pytest.approx(advantages, abs=1e-3)
-    assert json.loads((folder / "args.json").read_text())["num_generations"] == 4
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "checkpoint" / "optimizer.pt").is_file()
+    assert json.loads((folder / "args.json").read_text())["num_generations"] == 8
+    width, height = Image.open(folder / "curves.png").size
+    assert min(width, height) > 300
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    questions = {re.search("What is (.*)[?]", row["prompt"])[1] for row in rows if row["step"] == 2}
+    assert any(question in page for question in questions) and page.endswith("</html>\n")
+    assert (folder / "checkpoint/optimizer.pt").is_file()
+    assert_same_weights(folder / "final", folder / "checkpoint")
     card = ModelCard.load(folder / "final/README.md")
-    ends = [jsonl(folder / "eval.jsonl")[i]["eval/accuracy"] for i in (0, -1)]
-    assert card.data.library_name == "transformers" and card.data.base_model is None
-    assert "| result | held-out accuracy {:.1%} → {:.1%}, ".format(*ends) in card.text
-    assert "`--num_generations 4`" in card.text and str(tmp_path) not in card.text
-    assert 'python -m model.chat "short/final" --temperature 1.0\n' in card.text
+    ends = before["eval/accuracy"], after["eval/accuracy"]
+    assert "held-out accuracy {:.1%} → {:.1%}, ".format(*ends) in card.text
+    assert str(tmp_path) not in card.text
     printed = capsys.readouterr().out
+    assert printed.count("What is 24 + 33*8?") == 2     # at each evaluation the same problem
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)        # the card samples
     exec(card.text.split("```python\n")[1].partition("```")[0], {})
     assert capsys.readouterr().out.startswith("<think>\n")
-    assert "held-out accuracy" in printed
-    # At each evaluation the same problem; the included weights begin carelessly.
-    assert printed.count("\n  What is 24 + 33*8?\n") == 3
-    assert "\n  wrong: <think>⏎ 33*8 is 264⏎ 264+24 is 272⏎ </think>" in printed
 
 
-def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
+def test_resume_ends_where_an_unbroken_run_does(tmp_path, monkeypatch):
+    # Eight prompts, and a step reserves four: the resume begins a second pass.
+    data = write(tmp_path / "eight.jsonl", jsonl(ROOT / "dataset/train.jsonl")[:8])
     flags = [*SMALL, *"""--max_steps 4 --save_interval 2 --eval_interval 0 --num_iterations 2
         --num_minibatches 2 --ref_model_sync_steps 1 --kl_in_reward --oversample 2 --batch_size 2
-        --max_gen_len 48 --out_dir""".split(), str(tmp_path)]
+        --max_gen_len 32""".split(), "--data_path", str(data), "--out_dir", str(tmp_path)]
     train_grpo.main([*flags, "--run_name", "unbroken"])
     compute_rewards = GRPO.compute_rewards
 
@@ -112,8 +117,12 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch):
     assert len(jsonl(tmp_path / "broken/metrics.jsonl")) == 3
     train_grpo.main([*flags, "--run_name", "broken", "--resume"])
     assert_same_weights(tmp_path / "unbroken/final", tmp_path / "broken/final")
-    assert measured(tmp_path / "unbroken") == measured(tmp_path / "broken")
-    assert len(jsonl(tmp_path / "broken/completions.jsonl")) == 4 * 8
+    whole, parts = measured(tmp_path / "unbroken"), measured(tmp_path / "broken")
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert ours == theirs
+    asked = [[row["prompt"] for row in jsonl(tmp_path / name / "completions.jsonl")]
+             for name in ("unbroken", "broken")]
+    assert asked[0] == asked[1] and len(asked[0]) == 4 * 8
 
 
 @pytest.mark.parametrize("flags, steps", [
@@ -125,20 +134,7 @@ def test_how_many_steps_a_run_makes(flags, steps):
     assert prompts.last_step_of(4, 1, World("cpu"), args) == steps
 
 
-def test_a_resume_in_the_second_pass_reads_what_an_unbroken_run_reads(tmp_path):
-    data = tmp_path / "three.jsonl"
-    write(data, jsonl(ROOT / "dataset/train.jsonl")[:3])
-    flags = [*SMALL, "--data_path", str(data), "--out_dir", str(tmp_path),
-             *"--batch_size 2 --max_gen_len 8 --eval_interval 0 --reward_funcs format".split()]
-    train_grpo.main([*flags, "--max_steps", "5", "--run_name", "whole"])
-    train_grpo.main([*flags, "--max_steps", "3", "--run_name", "parts"])
-    train_grpo.main([*flags, "--max_steps", "5", "--run_name", "parts", "--resume"])
-    asked = [[row["prompt"] for row in jsonl(tmp_path / name / "completions.jsonl")]
-             for name in ("whole", "parts")]
-    assert asked[0] == asked[1] and len(set(asked[0])) == 3
-
-
-def test_only_evaluating_prints_the_results(tmp_path, capsys):
+def test_evaluation_alone_prints_the_results(tmp_path, capsys):
     train_grpo.main([*SMALL, "--eval_only", "--out_dir", str(tmp_path)])
     results = json.loads(capsys.readouterr().out)
     assert 0 < results["eval/accuracy"] <= results["eval/pass@2"] <= 1
@@ -170,7 +166,7 @@ def test_evaluation_by_a_reward_of_ones_own(capsys):
     assert results["eval/reward"] == pytest.approx((1.75 + 1 + 0.25) / 3)
 
 
-def test_evaluations_of_other_rewards_problems_or_sampling_have_another_measure():
+def test_evaluation_of_other_rewards_problems_or_sampling_have_another_measure():
     rows = [{"messages": turns("1+1?"), "answer": "2"}] * 2
     one = measure(arguments(), rows)
     others = [(rows[:1], {}), ([rows[0], rows[0] | {"answer": "3"}], {}),
@@ -215,7 +211,7 @@ def test_weights_that_give_no_probabilities_are_refused(policy):
     (3, "++-+++", [1, 2, 2], [0, 1], 3, 3 / 8),     # groups without a spread: it samples along
     (2, "--+-", [], [0, 2], 2, 3 / 4), (2, "++-.++", [], [0, 1, 2], 2, 1 / 2),  # no third round
     (2, "-.+", [], [0, 2], 2, 2 / 3), (3, "++----", [], [0, 1], 1, 0)])
-def test_rounds_go_on_until_each_rank_has_enough_groups_with_a_spread(
+def test_oversample_goes_on_until_each_rank_has_enough_groups_with_a_spread(
         six, recwarn, times, spreads, theirs, kept, rounds, flat):
     """Of each prompt: two rewards with a spread (+), equal ones (-), or a single one (.)."""
     six, rows = six.only(torch.arange(6).repeat(2)), torch.arange(12).view(6, 2)
@@ -249,8 +245,9 @@ def test_rounds_go_on_until_each_rank_has_enough_groups_with_a_spread(
     assert state.update_policy(rollout) == {
         "oversample/rounds": rounds, "oversample/frac_zero_std": flat}
     assert rollout.token_ids() == wanted.token_ids() and rollout.columns == wanted.columns
-    pairs = zip(rollout.extra["x"], wanted.extra["teacher_logps"], wanted.lengths)
-    assert all(torch.equal(ours[:length], theirs[:length]) for ours, theirs, length in pairs)
+    logps = wanted.extra["teacher_logps"]
+    for i, length in enumerate(wanted.lengths):
+        assert torch.equal(rollout.extra["x"][i, :length], logps[i, :length])
     warned = [one for one in recwarn if "only 3 prompts, so it trains on 2" in str(one.message)]
     assert len(warned) == (spreads == "-.+")
 
@@ -262,7 +259,7 @@ OBJECTIVES = [{"loss_type": name, "beta": 0.1} for name in ("grpo", "bnpo", "dap
     {"importance_sampling_level": "sequence", "mask_truncated_completions": True},
     {"beta": 0.1, "use_bias_correction_kl": True}, {"beta": 0.1, "kl_type": "k3+"},
     {"loss_type": "sapo"}, {"loss_type": "gmpo"}, {"off_policy_mask_threshold": 0.2},
-    {"loss_type": "dppo", "epsilon_low": 3e-9, "epsilon_high": 3e-9},   # random tokens are so rare
+    {"loss_type": "dppo", "epsilon_low": 3e-4, "epsilon_high": 3e-4},   # of tokens with p = 1/300
     {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"sampler_correction": "token_mask", "sampler_ratio": [0.0, 1.2]},
     {"sampler_correction": "sequence_truncate", "sampler_ratio": [0.8, 3.0]},
@@ -274,12 +271,12 @@ ADVANTAGES = [{"advantage_estimator": "gdpo", "reward_weights": [1.0, 3.0]},
 
 def gradients_of_learning(rank, world_size, port, micro_batch_size, token_logps, folder):
     """Saves the gradient of this rank's share of the six under each objective, the weights some
-    steps later, and its advantages; in float64, so that the logits differ by nothing that float32
-    shows."""
+    updates later, and its advantages; in float64, so that rounding hides nothing."""
     os.environ |= zip(PLACE, (str(rank), str(world_size), "localhost", str(port)))
     torch.set_num_threads(1)
     world = World.join(arguments("--device", "cpu"))
-    model = load_pretrained(POLICY, dtype=torch.float64)
+    model = wide(vocab_size=300, hidden_size=32, intermediate_size=48, head_dim=8,
+                 initializer_range=0.2).double()
     rows, six = torch.arange(6).tensor_split(world_size)[rank], rollout_of_six(model, token_logps)
     six.loss_mask = six.loss_mask.clone()
     six.loss_mask[[1, 4], 2:5] = 0              # these are a tool's
@@ -327,68 +324,74 @@ def test_ranks_micro_batches_and_the_pair_change_no_gradient(tmp_path, monkeypat
         else:
             multiprocessing.start_processes(gradients_of_learning, given, 2, start_method=START)
         runs.append(torch.load(tmp_path / "0.pt"))
-    first = runs[0][0]
+    first, _, advantages = runs[0]
     for results, *_ in runs[1:]:
         for (part, metrics), (whole, whole_metrics), objective in zip(results, first, OBJECTIVES):
             assert (part - whole).abs().max() < 1e-6 * whole.abs().max(), objective
             assert metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-7), objective
-    whole = runs[0][2]              # and the two ranks' advantages are those of one process
-    shares = torch.cat((runs[-1][2], torch.load(tmp_path / "1.pt")[2]), 1)
-    assert torch.allclose(shares, whole, atol=1e-6)
-    assert len(whole.unique(dim=0)) == len(ADVANTAGES)
     norms = {round(whole.norm().item(), 6) for whole, _ in first}
     assert len(norms) == len(OBJECTIVES) - 1    # bnpo and dapo are the same here, by design
-    # The two ranks agree to the bit, after four updates too.
-    first, weights, _ = runs[-1]
-    second, others, _ = torch.load(tmp_path / "1.pt")
-    assert all(torch.equal(ours[0], theirs[0]) for ours, theirs in zip(first, second))
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    # The two ranks agree to the bit, after four updates too; their advantages are one process's.
+    ours, weights, share = runs[-1]
+    theirs, others, other_share = torch.load(tmp_path / "1.pt")
+    for (one, _), (other, _), objective in zip(ours, theirs, OBJECTIVES):
+        assert torch.equal(one, other), objective
+    for name in weights:
+        assert torch.equal(weights[name], others[name]), name
+    torch.testing.assert_close(torch.cat((share, other_share), 1), advantages, atol=1e-6, rtol=0)
+    assert len(advantages.unique(dim=0)) == len(ADVANTAGES)
 
 
-def test_what_has_no_gradient_is_not_computed_but_counts(policy, six):
-    spy, gradients = Mock(wraps=fast.token_logps), []
+def test_rows_without_a_gradient_are_not_read_but_count(policy, six):
+    read = []
 
-    def seen():
-        return [len(call.args[1]) for call in spy.mock_calls]
+    def reader(model, ids, mask, *rest, **options):
+        read.append(len(mask))
+        return fast.token_logps(model, ids, mask, *rest, **options)
 
     # A reference, even of weight 0, wants all rows for its metric.
     six.advantages = torch.tensor([1.0, -0.5, 0.0, 0.0, 0.0, 0.0])
-    for ref_logps in (None, six.ref_logps):
-        vector, metrics = gradient(policy, replace(six, ref_logps=ref_logps), spy)
-        gradients.append(vector)
-    assert seen() == [2, 6]
-    assert (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[1].norm()
+    few, _ = gradient(policy, replace(six, ref_logps=None), reader)
+    whole, metrics = gradient(policy, six, reader)
+    assert read == [2, 6] and (few - whole).norm() < 1e-6 * whole.norm()
     counted = six.loss_mask.bool()
     moved = (six.old_logps - six.sampling_logps)[counted]
     difference = (six.old_logps.exp() - six.sampling_logps.exp())[counted].abs()
-    assert metrics["ppo_kl"] == pytest.approx(moved.mean().item(), abs=1e-5)
-    for name, of_tokens in (("mean", torch.mean), ("max", torch.max)):
-        assert metrics[f"rollout_probs_diff_{name}"] == pytest.approx(
-            of_tokens(difference).item(), rel=1e-4)
-
-    spy.reset_mock()
+    for name, value in {"ppo_kl": moved.mean(), "rollout_probs_diff_mean": difference.mean(),
+                        "rollout_probs_diff_max": difference.max()}.items():
+        assert metrics[name] == pytest.approx(value.item(), rel=1e-4, abs=1e-6), name
     six.ref_logps, six.advantages = None, torch.zeros(6, 12)
-    vector, metrics = gradient(policy, six, spy)
-    assert vector is None and metrics["grad_norm"] == 0 and seen() == []
-    # The entropy's bonus has one: a tenth of the mean over all tokens of a distribution's entropy.
-    bonus, _ = gradient(policy, six, spy, entropy_coef=0.1)
-    assert bonus.any() and seen() == [6]
+    vector, metrics = gradient(policy, six, reader)
+    assert vector is None and metrics["grad_norm"] == 0 and read == [2, 6]
+
+
+def test_entropy_has_a_gradient_in_rows_without_an_advantage(policy, six):
+    six.ref_logps, six.advantages = None, torch.zeros(6)
+    found, _ = gradient(policy, six, fast.token_logps, entropy_coef=0.1)
     _, entropy = token_logps(policy, *six.sequences(), with_entropy=True)
-    mean = entropy[counted].mean()
-    found = torch.autograd.grad(-0.1 * mean, [*policy.parameters()])
-    torch.testing.assert_close(bonus, torch.cat([one.flatten() for one in found]), atol=1e-7,
+    mean = entropy[six.loss_mask.bool()].mean()         # over all tokens
+    expected = torch.autograd.grad(-0.1 * mean, [*policy.parameters()])
+    torch.testing.assert_close(found, torch.cat([one.flatten() for one in expected]), atol=1e-7,
                                rtol=1e-4)
 
 
-def test_an_update_without_a_gradient_moves_nothing_by_momentum(policy, six):
-    six.ref_logps, weight, moved = None, policy.lm_head.weight, []
+def test_gradients_of_a_rank_without_rows_are_zeros_for_the_others_to_add_to():
+    layer = torch.nn.Linear(2, 3)
+    layer.bias.requires_grad_(False)
+    World("cpu").sum_gradients(layer)
+    assert layer.weight.grad.equal(torch.zeros(3, 2)) and layer.bias.grad is None
+
+
+def test_momentum_moves_nothing_in_an_update_without_a_gradient(policy, six):
     state = state_of(policy, arguments(),
                      optimizer=torch.optim.AdamW(policy.parameters(), lr=1e-3))
-    for advantages in (six.advantages, torch.zeros(6)):
-        six.advantages, before = advantages, weight.clone()
-        state.update_policy(six)
-        moved.append(not torch.equal(before, weight))
-    assert moved == [True, False]
+    six.ref_logps, start = None, policy.lm_head.weight.clone()
+    state.update_policy(six)
+    moved = policy.lm_head.weight.clone()
+    six.advantages = torch.zeros(6)
+    state.update_policy(six)
+    assert not torch.equal(start, moved)
+    assert torch.equal(moved, policy.lm_head.weight)
 
 
 def test_an_update_that_reads_no_row_clips_nothing_and_counts(policy, six):
@@ -407,18 +410,17 @@ def test_an_update_that_reads_no_row_clips_nothing_and_counts(policy, six):
 
 def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
     assert six.ended.tolist() == [True, False, True, True, True, False]
-    six.ref_logps, rows = None, torch.tensor([0, 2, 3, 4])
+    six.ref_logps, ended = None, six.ended.nonzero().flatten()
     six.advantages = torch.tensor([1.0, 5.0, 0.3, -1.2, 0.9, -7.0])
     masked, _ = gradient(policy, six, token_logps, mask_truncated_completions=True)
-    kept, _ = gradient(policy, six.only(rows), token_logps)
-    assert torch.allclose(masked, kept * 4 / 6, atol=1e-6 * kept.abs().max())
+    kept, _ = gradient(policy, six.only(ended), token_logps)
+    torch.testing.assert_close(masked, kept * 4 / 6, atol=1e-6 * kept.abs().max().item(), rtol=1e-5)
     six.advantages = torch.tensor([-1.0, 5.0, -0.3, -1.2, -0.9, -7.0])
-    for flags in ({"importance_sampling_level": "sequence", "epsilon_low": 0.01}, {"delta": 1.21}):
-        (_, of_all), (_, of_kept) = (
-            gradient(policy, part, token_logps, mask_truncated_completions=True, **flags)
-            for part in (six, six.only(rows)))
-        # A share of all completions; tokens that are left out are not counted.
-        share = 4 / 6 if "importance_sampling_level" in flags else 1
+    # Clipped completions are a share of all completions; clipped tokens are one of those that end.
+    for share, flags in ((4 / 6, {"importance_sampling_level": "sequence", "epsilon_low": 0.01}),
+                         (1, {"delta": 1.21})):
+        _, of_all = gradient(policy, six, token_logps, mask_truncated_completions=True, **flags)
+        _, of_kept = gradient(policy, six.only(ended), token_logps, **flags)
         for name in of_all:
             if name.startswith("clip_ratio/") and "high" not in name:
                 assert of_all[name] == pytest.approx(of_kept[name] * share) and of_all[name] > 0
@@ -426,17 +428,17 @@ def test_truncated_completions_count_nothing_but_as_sequences(policy, six):
 
 # Judges the completions of its first call, and no others.
 JUDGES_ONCE = """
-calls = []
+calls = 0
 def judge(prompts, completions, **columns):
-    calls.append(1)
-    if len(calls) == 5:
+    global calls
+    calls += 1
+    if calls == 5:
         raise RuntimeError("asleep")
-    return [float(i) if len(calls) == 1 else None for i in range(len(completions))]
+    return [float(i) if calls == 1 else None for i in range(len(completions))]
 """
 
 
-def test_a_step_without_a_judged_completion_moves_nothing_and_ten_in_a_row_end_the_run(
-        tmp_path, own_module, capsys):
+def test_unjudged_steps_move_nothing_and_ten_in_a_row_end_the_run(tmp_path, own_module, capsys):
     flags = ["--batch_size", "2", "--num_generations", "2", "--max_gen_len", "4",
              "--eval_interval", "0", "--reward_funcs", "judges_once:judge",
              "--out_dir", str(tmp_path)]
@@ -448,21 +450,18 @@ def test_a_step_without_a_judged_completion_moves_nothing_and_ten_in_a_row_end_t
     one, many = (torch.load(tmp_path / name / "checkpoint/optimizer.pt")
                  for name in ("one", "many"))
     assert (one["step"], many["step"]) == (1, 11)       # saved, with the weights of step 1
-    before, after = one["optimizer"]["state"], many["optimizer"]["state"]
-    assert all(torch.equal(before[i][name], after[i][name]) for i in before for name in before[i])
+    torch.testing.assert_close(many["optimizer"]["state"], one["optimizer"]["state"], atol=0,
+                               rtol=0)
     assert_same_weights(tmp_path / "one/checkpoint", tmp_path / "many/checkpoint")
     lines = jsonl(tmp_path / "many/metrics.jsonl")
     assert [line["reward"] is None for line in lines] == [False] + [True] * 10
-    assert all("loss" not in line for line in lines[1:])
+    assert ["loss" in line for line in lines] == [True] + [False] * 10
     printed, error = capsys.readouterr()
-    # The same text is printed once in 20 steps; with a reason it is another one.
-    assert printed.count("warning: no completion of this step was scored") == 2
-    assert "; judge scored nothing in this step: RuntimeError: asleep" in printed
-    assert "error: no completion was scored in the last 10 steps" in error
+    assert "judge scored nothing in this step: RuntimeError: asleep" in printed
     assert "--reward_funcs" in error
 
 
-def test_a_rank_without_a_judged_completion_learns_with_the_others(policy, six):
+def test_unjudged_rank_learns_with_the_others(policy, six):
     six.rewards, weight = torch.full((6,), NAN), policy.lm_head.weight.clone()
     state = state_of(policy, arguments(),
                      optimizer=torch.optim.SGD(policy.parameters(), lr=1e-3))
@@ -471,7 +470,7 @@ def test_a_rank_without_a_judged_completion_learns_with_the_others(policy, six):
     assert "loss" in state.update_policy(six) and not torch.equal(weight, policy.lm_head.weight)
 
 
-def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1_and_not_in_the_loss(policy, six):
+def test_kl_in_the_reward_is_beta_times_the_sum_of_k1_and_not_in_the_loss(policy, six):
     without, in_reward = (gradient(policy, six, token_logps, beta=beta, kl_in_reward=True)[0]
                           for beta in (0.0, 0.5))
     assert torch.equal(without, in_reward)
@@ -491,29 +490,25 @@ def test_the_kl_in_the_reward_is_beta_times_the_sum_of_k1_and_not_in_the_loss(po
     assert advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_the_reference_moves_towards_the_policy():
-    reference, policy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-    before, ours = reference.weight.clone(), policy.weight.clone()
-
-    class Updates(SimpleNamespace):
-        def update_policy(self, rollout):
-            return rollout
-
-    kind = type("kind", (moving_reference.MovingReference, Updates), {"__post_init__": None})
+def test_reference_moves_towards_the_policy(policy, six):
+    state = state_of(policy, arguments(ref_model_sync_steps=3, ref_model_mixup_alpha=0.6),
+                     optimizer=torch.optim.SGD(policy.parameters(), lr=0.0),
+                     reference=SimpleNamespace(model=torch.nn.Linear(2, 1)))
+    state.policy.model, reference = torch.nn.Linear(2, 1), state.reference.model
+    before, ours = reference.weight.clone(), state.policy.model.weight.clone()
     for step, alpha in ((2, 0.0), (3, 0.6)):
-        state = kind(
-            current_step=step, args=arguments(ref_model_sync_steps=3, ref_model_mixup_alpha=0.6),
-            reference=SimpleNamespace(model=reference), policy=SimpleNamespace(model=policy))
-        assert state.update_policy(7) == 7
+        state.current_step = step
+        six.rewards.fill_(NAN)              # the policy stays
+        state.update_policy(six)
         assert torch.allclose(reference.weight, alpha * ours + (1 - alpha) * before)
-    assert torch.equal(policy.weight, ours)
+    assert torch.equal(state.policy.model.weight, ours)
 
 
 def test_defaults_follow_the_data(tmp_path):
     def of(name, *flags):
         return getattr(train_grpo.parse_args(flags), name)
 
-    own = ["--data_path", "my.jsonl", "--batch_size", "4", "--num_generations", "6"]
+    own = ["--data_path", "my.jsonl"]
     assert of("eval_interval") == 30 and of("eval_interval", *own) == 0
     assert of("eval_interval", *own, "--eval_data_path", "other.jsonl") == 30
     (tmp_path / "run").mkdir()              # a run without evaluations, which is to have some
@@ -521,7 +516,7 @@ def test_defaults_follow_the_data(tmp_path):
     (tmp_path / "run/args.json").write_text(json.dumps(saved))
     resume = ["--resume", "--run_name", "run", "--out_dir", str(tmp_path)]
     assert of("data_path", *resume) == "my.jsonl"
-    with pytest.raises(UserError, match="--eval_interval would evaluate on our arithmetic problem"):
+    with pytest.raises(UserError, match="--eval_interval would evaluate on our"):
         of("eval_interval", *resume, "--eval_interval", "5")
     # The shipped reward model judges nothing but our data.
     assert of("reward_funcs") == ["format", "tag", "rm", "accuracy"]
