@@ -1,5 +1,7 @@
 """What stays exact where matrix products are in bfloat16, and weights for a sampler that is not."""
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +10,16 @@ import torch.nn.functional as F
 import train_grpo
 from model import fast, load_pretrained
 from model.model import Head
-from run.extensions.correction import near_sampler, sampler_weights
-from steps import arguments, gradient, state_of
+from run.extensions.correction import (
+    CORRECTIONS,
+    SamplerCorrection,
+    near_sampler,
+    sampler_weights,
+)
+from run.rollout import MicroBatch
+from steps import arguments, gradient, loop_loss, random_case, state_of
 from support import POLICY, SMALL, jsonl
-from train_grpo import token_logps
+from train_grpo import family_loss, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -132,6 +140,46 @@ def test_correction_weights_by_hand(six, flags, expected):
     args = arguments(*flags.split())
     weights = sampler_weights(six, args.sampler_correction, *args.sampler_ratio)
     assert weights[0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS[1:])
+@pytest.mark.parametrize("loss_type, level", [
+    ("grpo", "token"), ("dppo", "token"), ("bnpo", "sequence"), ("r1", "token")])
+def test_correction_of_a_loss_and_its_gradient_equal_a_loop(loss_type, level, correction):
+    logps, old_logps, advantages, mask, ref_logps = random_case(5)
+    if loss_type == "r1" and "token" in correction:
+        return                                      # refused: one ratio per completion
+    sampling_logps = old_logps + 0.5 * torch.randn(old_logps.shape).double()
+    weighted = torch.zeros_like(logps)
+    for i, A in enumerate(advantages.tolist()):
+        ratios = [math.exp(old_logps[i, t] - sampling_logps[i, t]) for t in range(mask[i].sum())]
+        for t, w in enumerate(ratios):
+            w = math.prod(ratios) if "sequence" in correction else w
+            clipped = min(max(w, 0.7), 1.4)
+            weighted[i, t] = A * (clipped if "truncate" in correction else w * (w == clipped))
+    part = MicroBatch(None, None, None, None, mask, sampling_logps, ref_logps, advantages, {},
+                      old_logps=old_logps)
+
+    class Uncorrected:
+        args = SimpleNamespace(sampler_correction=correction, sampler_ratio=[0.7, 1.4],
+                               off_policy_mask_threshold=0)
+
+        def compute_loss(self, part, logps, entropy):
+            return family_loss(logps, part.old_logps, part.advantages, mask, ref_logps=ref_logps,
+                               beta=0.3, loss_type=loss_type, importance_sampling_level=level)
+
+    class Corrected(SamplerCorrection, Uncorrected):
+        pass
+
+    loss, _ = Corrected().compute_loss(part, logps.requires_grad_(), None)
+    loss.backward()
+    again = logps.detach().requires_grad_()
+    expected, _ = loop_loss(
+        again, old_logps, weighted[:, 0] if loss_type == "r1" else weighted, mask, ref_logps,
+        beta=0.3, loss_type=loss_type, level=level)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logps.grad, again.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_off_policy_mask_leaves_out_bad_completions_that_the_policy_has_left(six, policy):

@@ -2,6 +2,7 @@
 import doctest
 import itertools
 import math
+from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
 
@@ -280,6 +281,18 @@ def test_completions_that_are_all_masked_out_have_loss_0(loss_type):
     assert loss == 0 and not logps.grad.any() and not any(metrics.values())
 
 
+def test_k3_has_the_kl_as_its_mean_and_the_gradient_of_the_kl_reversed():
+    logits, reference = torch.randn(2, 6, generator=torch.Generator().manual_seed(0)).double() * 2
+    logps, ref_logps = logits.requires_grad_().log_softmax(0), reference.log_softmax(0)
+    mean = (logps.exp().detach() * kl_penalty(logps, ref_logps)).sum()      # over all that pi draws
+    kl, reversed_kl = ((p.exp() * (p - q)).sum() for p, q in (
+        (logps, ref_logps), (ref_logps, logps)))
+    torch.testing.assert_close(mean, kl, rtol=1e-12, atol=1e-12)
+    found, expected = (torch.autograd.grad(x, logits, retain_graph=True)[0]
+                       for x in (mean, reversed_kl))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_k3_overflows_nowhere_and_still_pulls_back_50_nats_away():
     far = torch.tensor([-200.0], dtype=torch.float64, requires_grad=True)       # e^200 is infinite
     kl = kl_penalty(far, torch.tensor([0.0]))
@@ -332,6 +345,21 @@ def test_loss_options_are_numbers_of_the_loss(loss_type, option, own_module):
     assert found != family_loss(*case, loss_type=loss_type)[0]
     with pytest.raises(UserError, match=f"width.*{option.partition('=')[0]}"):
         loss_by("width=0.2")
+
+
+def test_cells_with_the_objective_and_the_log_probabilities_run_after_import_torch():
+    source = Path(train_grpo.__file__).read_text(encoding="utf-8")
+    source = source[source.index("# --- the objective"):source.index("# --- rewards")]
+    names, logits = {}, torch.randn(4, 4, 9)
+    exec("import torch\n" + source, names)
+    ids, options = torch.tensor([[7, 5, 2, 2]] * 4), {"epsilon_low": 0.2, "epsilon_high": 0.2}
+    advantages = names["group_advantages"](torch.tensor([0.1, 1.1, 1.0, 0.1]), 4)
+    mask = names["completion_mask"](ids[:, 1:], 2)
+    logps = names["token_logps"](lambda *_, **keep: logits.requires_grad_(), ids, ids.ne(0), 3)
+    logps.retain_grad()
+    names["grpo_loss"](logps, logps.detach(), advantages, mask, ref_logps=logps.detach(), beta=0.1,
+                       num_sequences=4, num_tokens=8, **options)[0].backward()
+    assert (logps.grad[:, :2] != 0).all() and (logps.grad[:, 2] == 0).all()
 
 
 @pytest.fixture(params=["plain", "fast"])

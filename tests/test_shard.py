@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import multiprocessing
 
 import train_grpo
-from model import MiniMindConfig, MiniMindForCausalLM, fast, save_pretrained, vllm
+from model import MiniMindConfig, MiniMindForCausalLM, fast, save_pretrained
 from model.lora import merged_state
 from run.checkpoint import load_checkpoint
 from run.fsdp import is_sharded
@@ -53,8 +53,9 @@ class Fake(FakeLLM):
         assert not any(is_sharded(weight) for _, weight in kwargs["weights_iterator"])
 
 
-def start_fake(engine, model):
-    engine.llm, engine.SamplingParams = Fake(), SimpleNamespace
+def package():
+    """In place of vLLM."""
+    return SimpleNamespace(LLM=Fake, SamplingParams=lambda n=1, **_: SimpleNamespace(n=n))
 
 
 def one_rank(rank, ports, weights, out):
@@ -63,7 +64,7 @@ def one_rank(rank, ports, weights, out):
     torch.set_num_threads(1)
     sys.path.insert(0, os.path.dirname(__file__))
     Report.draw = lambda *report, **pause: None          # takes longer than a run
-    vllm.Engine._start = start_fake
+    sys.modules["vllm"] = package()
     for port, (name, flags, calls_before) in zip(ports, RUNS):
         calls = calls_before
         os.environ |= zip(PLACE, (str(rank), "2", "localhost", str(port)))
