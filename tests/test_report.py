@@ -189,13 +189,18 @@ def test_text_of_a_model_ends_no_run_and_is_not_taken_for_markup(tmp_path, monke
     output = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, "ascii", errors="replace"))
     text = "[red]苹果[/nothing] :smile:\x1b[2J"
-    greedy = SimpleNamespace(columns={"messages": [turns(text)]}, completions=[text], turns=None,
-                             rewards=torch.tensor([0.5]))
+    greedy = SimpleNamespace(columns={"messages": [turns(text)]}, completions=[text], turns=None)
+    verdicts = {"right": 1.0, "wrong": 0.5, "not scored": float("nan")}
     with reported(tmp_path, report_args(), total_steps=1) as report:
-        report.evaluation(0, {"eval/accuracy": 0.5}, greedy)
+        for reward in verdicts.values():
+            greedy.rewards = torch.tensor([reward])
+            report.evaluation(0, {"eval/accuracy": 0.5}, greedy)
         report.step(1, metrics(1), [ROWS[0] | {"completion": text}])
         sys.stdout.flush()
-        assert output.getvalue().count(b"[red]??[/nothing] :smile:?[2J") == 3
+        printed = output.getvalue().decode()
+    assert printed.count("[red]??[/nothing] :smile:?[2J") == 2 * 3 + 1
+    for verdict in verdicts:
+        assert f"{verdict}: [red]" in printed
 
 
 @pytest.mark.parametrize("steps, half_line, start_step, then, found", [
