@@ -260,7 +260,8 @@ def test_gpus_are_joined_by_nccl_for_rewards_of_half_an_hour(monkeypatch):
     began, before = {}, torch.get_float32_matmul_precision()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda *kind, **options: began.update(options))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: began.update(
+        options, backend=backend))
     monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(dist.HashStore(), 1, 2)]))
     for name, value in zip(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1122"):
         monkeypatch.setenv(name, value)
@@ -273,7 +274,7 @@ def test_gpus_are_joined_by_nccl_for_rewards_of_half_an_hour(monkeypatch):
         assert torch.get_float32_matmul_precision() == "high"
         world.cleanup.close()
         assert torch.get_float32_matmul_precision() == before
-    assert began["timeout"] == timedelta(minutes=30)
+    assert began["backend"] == "nccl" and began["timeout"] == timedelta(minutes=30)
     assert began["device_id"] == torch.device("cuda:1")
 
 
