@@ -166,6 +166,34 @@ def test_evaluation_by_a_reward_of_ones_own(capsys):
     assert results["eval/reward"] == pytest.approx((1.75 + 1 + 0.25) / 3)
 
 
+def test_ranks_steps_evaluations_and_seeds_draw_other_numbers():
+    def drawn(*how, rank=0, seed=1, **options):
+        world = World("cpu", seed=seed)
+        world.rank = rank
+        return torch.rand(1, generator=world.rng(*how, **options)).item()
+
+    found = [drawn(1), drawn(2), drawn(1, rank=1), drawn(1, seed=2), drawn(1, evaluating=True)]
+    assert len(set(found)) == 5 and drawn(1) == found[0]
+
+
+def test_evaluation_counts_a_problem_once_if_ranks_have_unequal_shares():
+    """Of three problems the second rank has one, number 1; it also answers number 0, unrecorded."""
+    def generate(state, batch, rng, num_generations, greedy=False):
+        rows = [number for number in batch for _ in range(num_generations)]
+        return SimpleNamespace(numbers=torch.tensor(rows), lengths=torch.ones(len(rows)))
+
+    def compute_rewards(state, rollout, *how):
+        return rollout.numbers.float(), {}
+
+    world = World("cpu")
+    world.rank, world.size, world.gather = 1, 2, lambda rows: rows
+    state = state_of(torch.nn.Linear(1, 1), arguments(), world, generate=generate,
+                     compute_rewards=compute_rewards)
+    results, replies = evaluate(state, [0, 1, 2], list, 0)
+    assert replies.numbers.tolist() == [1, 0]
+    assert results["eval/accuracy"] == results["eval/greedy_accuracy"] == 1
+
+
 def test_evaluation_of_other_rewards_problems_or_sampling_have_another_measure():
     rows = [{"messages": turns("1+1?"), "answer": "2"}] * 2
     one = measure(arguments(), rows)
