@@ -11,7 +11,6 @@ import sys
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -108,11 +107,12 @@ def files(folder):
 def refusal(program, *flags):
     """The line on stderr in which a command ends, with exit code 2. It runs in this process."""
     errors = StringIO()
-    with redirect_stderr(errors), patch.object(sys, "argv", [program, *map(str, flags)]):
+    with redirect_stderr(errors), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [program, *map(str, flags)])
         with pytest.raises(SystemExit) as end:
             if program == "train_grpo":
                 train_grpo.main()
-            sys.modules.pop(program, None)
+            patch.delitem(sys.modules, program, raising=False)      # else Python would warn
             runpy.run_module(program, run_name="__main__")
     line, = errors.getvalue().splitlines()
     assert end.value.code == 2, line

@@ -56,7 +56,7 @@ def test_heldout_problem_is_never_trained_on_in_any_order_of_its_operands():
 
 def test_arithmetic_files_are_what_the_generator_writes_byte_for_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["arithmetic", "--out_dir", str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "lab.tasks.arithmetic")
+    monkeypatch.delitem(sys.modules, "lab.tasks.arithmetic", raising=False)
     runpy.run_module("lab.tasks.arithmetic", run_name="__main__")
     for name in ("train.jsonl", "heldout.jsonl"):
         assert (tmp_path / name).read_bytes() == (ROOT / "dataset" / name).read_bytes()
