@@ -85,19 +85,24 @@ def test_signal_ends_the_step_saves_and_tells_how_to_go_on(number, judge, tmp_pa
     assert steps_of(tmp_path / "run") == [1, 2]
 
 
+EVALUATED = "--eval_interval 1 --eval_reward_funcs test_reliability:reward".split()
+
+
+@pytest.mark.parametrize("call, flags", [
+    (2, []), (7, EVALUATED)], ids=["in the rewards", "in the evaluation after the update"])
 def test_signal_amid_foreign_mathematics_gives_the_step_up_and_a_resume_makes_it_again(
-        judge, tmp_path, capsys):
+        call, flags, judge, tmp_path, capsys):
     def signalled(number):
-        if number == 2:
+        if number == call:
             signal.raise_signal(signal.SIGTERM)
             assert CHILD.ask([("math_verify", "x", "x")]) == [None]     # nobody is asked any more
 
     judge.act = signalled
-    assert run(tmp_path, "--save_interval", "9") == 128 + signal.SIGTERM
+    assert run(tmp_path, "--save_interval", "9", *flags) == 128 + signal.SIGTERM
     assert "stopped by SIGTERM in step 2, which is given up" in capsys.readouterr().err
     assert steps_of(tmp_path / "run") == [1]
     judge.act = None
-    assert run(tmp_path, "--resume") == 0 and run(tmp_path / "whole") == 0
+    assert run(tmp_path, "--resume") == 0 and run(tmp_path / "whole", *flags) == 0
     assert not CHILD.given_up                       # a later call in this process asks it again
     for name in ("completions.jsonl", "final/model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (
