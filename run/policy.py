@@ -223,10 +223,12 @@ def checked(fast_logps, plain_logps, world, learns):
                                 with_entropy=with_entropy, **options)
         ours, theirs = (one[0] if with_entropy else one for one in (found, plain))
         apart = (ours[:rows, :short].detach() - theirs).abs()           # 0 at padding
-        how, difference = "", apart.max().item()
-        if world.matrix_dtype != torch.float32:
-            tokens = attention_mask[:rows, T - short:T].sum()
-            how, difference = " on average", (apart.sum() / tokens).item()
+        if world.matrix_dtype == torch.float32:
+            how = ""
+            difference = apart.max().item()
+        else:
+            how = " on average"
+            difference = (apart.sum() / attention_mask[:rows, T - short:T].sum()).item()
         if not difference <= TOLERANCE[world.matrix_dtype]:
             raise UserError(f"log-probs of model/fast and token_logps differ by {difference:.1g}"
                             f"{how} on this machine; pass --sampler plain, and report this")

@@ -309,10 +309,12 @@ def start_swanlab(run_dir, args):
 
 def thinking(args, collate, messages):
     """Returns a remark if --reasoning 1 changes nothing in the prompt of these messages."""
+    if not args.reasoning:
+        return ""
     without = PromptCollator(collate.tokenizer, None, args.system_prompt, thinking=False)
-    if args.reasoning and collate.render(messages) == without.render(messages):
-        return "left to the weights: the chat template has no switch for it"
-    return ""
+    if collate.render(messages) != without.render(messages):
+        return ""
+    return "left to the weights: the chat template has no switch for it"
 
 
 def held_out(args, count):
