@@ -1,4 +1,4 @@
-import argparse
+"""What the tests share: files, commands, runs, fixtures, and the hooks of pytest."""
 import gc
 import json
 import multiprocessing
@@ -8,7 +8,7 @@ import runpy
 import signal
 import socket
 import sys
-from contextlib import redirect_stderr
+from contextlib import chdir, redirect_stderr
 from io import StringIO
 from pathlib import Path
 
@@ -78,13 +78,6 @@ def turns(*contents):
             for i, content in enumerate(contents)]
 
 
-def report_args(**changed):
-    """The flags that a Run of run/report reads."""
-    return argparse.Namespace(**{
-        "swanlab": "disabled", "wandb_project": "MiniGRPO", "num_generations": 2, "resume": False,
-        "eval_only": False, "reward_funcs": [], "eval_reward_funcs": ["accuracy"]} | changed)
-
-
 def left_padded(lengths, vocab_size):
     """Random ids (N, T) of these lengths, padded on the left with id 0, and their mask (N, T)."""
     T, generator = max(lengths), torch.Generator().manual_seed(0)
@@ -104,6 +97,13 @@ def files(folder):
             if path.is_file() and path.name != ".lock"}
 
 
+def write_files(folder, contents):
+    """contents: {path: bytes}"""
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
 def refusal(program, *flags):
     """The line on stderr in which a command ends, with exit code 2. It runs in this process."""
     errors = StringIO()
@@ -119,14 +119,17 @@ def refusal(program, *flags):
     return line
 
 
-class Canary:
-    """As a pickle: a command that leaves a file, a canary, in the folder."""
+def assert_refused(command, words, folder):
+    """A command in this folder ends in a sentence with these words, and changes no file there.
 
-    def __init__(self, folder):
-        self.command = f"touch {folder}/canary"
-
-    def __reduce__(self):
-        return os.system, (self.command,)
+    An argument _ stands for one that is blank.
+    """
+    before = files(folder)
+    with chdir(folder):
+        line = refusal(*(" " if word == "_" else word for word in command.split()))
+    for word in ("error: ", *words.split()):
+        assert word in line
+    assert files(folder) == before
 
 
 def pytest_configure(config):

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 import train_grpo
 from errors import sentence, user_errors
 from run.report import picture
-from support import POLICY, ROOT, files, refusal
+from support import POLICY, ROOT, assert_refused, refusal, write_files
 
 FILES = {"itself": b"@other", "other": b"# again\n@itself", "quote": b"'a",
          "empty.jsonl": b"", "chats.jsonl": b'{"prompt": "1+1", "answer": "2"}',
@@ -104,15 +104,9 @@ CHAT, GYM = f"model.chat {POLICY}", "dataset.reasoning_gym chain_sum --save new"
     ("train_grpo --num_hidden_layers 9", "--num_hidden_layers 4"),
 ])
 def test_refused_commands_end_in_one_sentence_and_change_no_file(
-        command, words, monkeypatch, tmp_path):
-    for name, content in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    monkeypatch.chdir(tmp_path)
-    line = refusal(*(" " if word == "_" else word for word in command.split()))
-    for word in ("error: ", *words.split()):
-        assert word in line
-    assert files(tmp_path) == FILES
+        command, words, tmp_path):
+    write_files(tmp_path, FILES)
+    assert_refused(command, words, tmp_path)
 
 
 def test_a_file_of_flags_may_name_another(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ PROPOSED = [("return ((groups - mean) / (std + 1e-4)).view(-1)", "return (groups
             ("from train_grpo import group_advantages", "from reward.baselines import estimate"),
             ("group_advantages(rewards, G)", 'estimate(rewards, G, scale="none")')]
 
+
 def run(number, source, names):
     few = re.sub("^(STEPS, PROMPTS, HELDOUT) = .*", r"\1 = 2, 4, 16", source, flags=re.MULTILINE)
     few = re.sub("steps=(15|30)", "steps=2", few)
@@ -77,7 +78,7 @@ def test_notebook_outputs_show_rewards_climb(cells):
 
 
 @pytest.mark.parametrize("name, text", [*zip(NAMES, TEXTS)], ids=NAMES)
-def test_notebook_links_lead_somewhere_and_tells_nothing_of_the_machine_that_ran_it(name, text):
+def test_notebook_links_lead_somewhere_and_nothing_tells_of_the_machine_that_ran_it(name, text):
     targets = re.findall(r"\]\(([^()#]+)\)", text)
     assert [target for target in targets if not target.startswith("https:")
             and not (ROOT / name).parent.joinpath(target).exists()] == []

@@ -1,3 +1,4 @@
+import argparse
 import io
 import json
 import sys
@@ -25,7 +26,14 @@ from run.metrics import (
 from run.report.model_card import write_card
 from run.report.picture import Run, draw_curves, draw_time, smooth
 from run.report.terminal import Report, one_group, start_swanlab
-from support import ROOT, report_args, turns, write
+from support import ROOT, turns, write
+
+
+def report_args(**changed):
+    """The flags that a Report reads."""
+    return argparse.Namespace(**{
+        "swanlab": "disabled", "wandb_project": "MiniGRPO", "num_generations": 2, "resume": False,
+        "eval_only": False, "reward_funcs": [], "eval_reward_funcs": ["accuracy"]} | changed)
 
 
 def metrics(step, **changed):

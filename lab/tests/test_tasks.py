@@ -11,7 +11,7 @@ from lab.tasks.countdown import countdown_reward
 from lab.tasks.tokenizer import TAGS, train_tokenizer
 from model import train_sft
 from reward import load_reward_funcs
-from support import POLICY, files, refusal, turns
+from support import POLICY, assert_refused, turns, write_files
 
 
 def test_the_game_is_won_by_own_words_and_its_tool_compares():
@@ -70,15 +70,9 @@ FILES = {"empty.jsonl": b"", "README": b"text", "full/config.json": b"{}",
     *((f"{name} --out_dir README/new", "README/new")
       for name in ("arithmetic", "guess", "sentences"))])
 def test_refused_commands_end_in_one_sentence_and_change_no_file(
-        command, words, monkeypatch, tmp_path):
-    for name, content in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    monkeypatch.chdir(tmp_path)
-    line = refusal(*(" " if word == "_" else word for word in f"lab.tasks.{command}".split()))
-    for word in ("error: ", *words.split()):
-        assert word in line
-    assert files(tmp_path) == FILES
+        command, words, tmp_path):
+    write_files(tmp_path, FILES)
+    assert_refused(f"lab.tasks.{command}", words, tmp_path)
 
 
 @pytest.mark.parametrize("name, columns, message", [
