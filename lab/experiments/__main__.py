@@ -43,7 +43,7 @@ from dataset.jsonl import columns, is_finite, read_jsonl, rounded, to_line
 from errors import COUNT, UserError, user_errors
 from lab.tasks.guess import LARGEST
 
-from .figures import draw, draw_against_tokens, draw_arrows, draw_bars, draw_marks
+from .figures import draw, draw_against_tokens, draw_arrows, draw_bars, draw_front, draw_marks
 from .measures import MEASURES
 from .pages import (
     arms_of,
@@ -97,7 +97,9 @@ def main():
         raise UserError(f"{args.name}: there are no results yet; run the experiment first")
     experiment = EXPERIMENTS[args.name]
     path = ROOT / "docs/images" / f"{args.name}.png"
-    if "bars" in experiment:
+    if "front" in experiment:
+        draw_front(results + known(args.name, fresh=True), experiment, path.parent)
+    elif "bars" in experiment:
         draw_bars(results, experiment, path)
     elif "arrows" in experiment:
         draw_arrows(results, experiment, path)

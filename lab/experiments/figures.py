@@ -1,6 +1,7 @@
 """Draws the results of an experiment, and says what runs come to."""
 import functools
 import math
+import warnings
 
 import numpy as np
 
@@ -133,6 +134,34 @@ def draw_bars(results, experiment, path):
         ax.set(xlim=(0, 1), xticks=(0, 0.5, 1), xticklabels=experiment["bars"]["ticks"])
         ax.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
         ax.legend(frameon=False, loc="upper right")
+
+
+def draw_front(results, experiment, folder):
+    """Write the README's picture, an SVG for each language: of each series of the experiment's
+    `front.lines` the mean over all runs, and a band from the lowest to the highest.
+
+    Its texts stay texts, which a browser draws, so a picture in Chinese needs no Chinese font here.
+    """
+    front = experiment["front"]
+    (arm,) = experiment["arms"]
+    for i, name in enumerate(front["files"]):
+        with warnings.catch_warnings(), picture(folder / name, 8, 3) as fig:
+            warnings.filterwarnings("ignore", "Glyph")          # matplotlib's font lacks Chinese
+            ax = fig.add_axes((0.06, 0.13, 0.7, 0.64))
+            above(ax, front["title"][i], -22, 26, fontsize=12, fontweight="bold")
+            above(ax, front["subtitle"][i].format(len(results)), -22, 10, fontsize=9, color=GREY)
+            for (key, labels), color in zip(front["lines"].items(), COLORS):
+                steps, values = series(results, arm, key)
+                mean = values.mean(0)
+                ax.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.2,
+                                linewidth=0)
+                ax.plot(steps, mean, "o-", color=color, linewidth=1.8, markersize=4)
+                ends = f"{labels[i]} {mean[0]:.0%} → {mean[-1]:.1%}"
+                ax.annotate(ends, (1.02, 0.6 + 0.1 * len(ax.texts)), xycoords="axes fraction",
+                            color=color, fontsize=10)
+            finish(ax, "{:.0%}")
+            ax.set_ylim(0, 1.04)
+            ax.set_xlabel(front["step"][i])
 
 
 def draw_arrows(results, experiment, path):

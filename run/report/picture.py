@@ -4,6 +4,7 @@
     python -m run.report.picture out/run_a out/run_b -o picture.png    several runs, a color each
 """
 import itertools
+import json
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A
 INK, GREY = "#22272e", "#6b7280"
 STYLE = {
     "text.parse_math": False, "font.size": 9, "text.color": INK,
+    "svg.fonttype": "none", "svg.hashsalt": "MiniGRPO",     # text stays text; the same file again
     "axes.edgecolor": "#c4c9d0", "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e5e7eb",
     "axes.labelsize": 8, "axes.labelcolor": GREY, "axes.labelpad": 1,
@@ -29,6 +31,7 @@ STYLE = {
     "figure.subplot.hspace": 0.4,       # between the metrics of a panel
 }
 MOST_STEPS = 500            # about one per pixel of a panel's width
+SETTINGS = "batch_size", "num_generations", "learning_rate", "beta", "seed"     # in the title
 
 
 def draw_curves(run_dirs, path):
@@ -55,8 +58,9 @@ def picture(path, width, height, dpi=150):
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(width, height), dpi=dpi, facecolor="white")
         yield fig
+        kind = Path(path).suffix[1:] or "png"
         with explained(path, "matplotlib cannot write it", "pass a name that ends in .png"):
-            fig.savefig(path, format=Path(path).suffix[1:] or "png")
+            fig.savefig(path, format=kind, metadata={"Date": None} if kind == "svg" else None)
 
 
 class Run:
@@ -64,6 +68,7 @@ class Run:
 
     def __init__(self, run_dir):
         self.name = Path(run_dir).resolve().name
+        self.args = args_in(Path(run_dir) / "args.json")
         self.steps = numbers_in(Path(run_dir) / "metrics.jsonl")
         rows = numbers_in(Path(run_dir) / "eval.jsonl")
         self.measure = rows[-1].get("measure") if rows else None    # None: from an old version
@@ -90,6 +95,10 @@ class Run:
         values = self.series(key)[1]
         return values[np.isfinite(values)]
 
+    def settings(self):
+        """Returns the main flags, such as "batch_size 16, num_generations 8, ...", or ""."""
+        return ", ".join(f"{name} {self.args[name]:g}" for name in SETTINGS if name in self.args)
+
     def headline(self):
         """Returns a summary such as "held-out accuracy 25% → 71%, answers 30 → 52 tokens, ..."."""
         scored = self.finite("eval/judged").min(initial=1)
@@ -104,6 +113,12 @@ class Run:
         seconds = self.finite("step_time").sum() * count / len(self.steps)
         steps = "1 step" if count == 1 else f"{count:,} steps"
         return ", ".join([*parts, steps, tqdm.format_interval(seconds)])
+
+
+def args_in(path):
+    """Returns the flags of a run as a dict, which is empty if there is no args.json."""
+    with explained(path, "this is not what a run has written", "restore or delete the file"):
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def numbers_in(path):
@@ -158,7 +173,7 @@ def panels(fig, name, sentence):
 
 
 def draw_one(fig, run):
-    axes = panels(fig, run.name, run.headline())
+    axes = panels(fig, run.settings() or run.name, f"{run.name}: {run.headline()}")
     draw_lines(axes.pop("reward"), "{:.2f}", [(run, "reward", "total")] + [
         (run, key, key.split("/")[1].removesuffix("_reward").replace("_", " "))
         for key in run.keys("rewards/", "/mean")])
@@ -197,8 +212,8 @@ def draw_strip(ax, runs, key):
 def draw_lines(ax, form, lines):
     """Plots a line for each (run, metric, label), with the label and last value to its right.
 
-    Lines are smoothed, and the original values are drawn in a pale color. Short lines also have
-    markers. form: the format string of the values.
+    Lines are smoothed, and the original values are drawn in a pale color. Evaluations are not
+    smoothed, and each has a marker. form: the format string of the values.
     """
     for (run, key, label), color in zip(lines, itertools.cycle(COLORS)):
         steps, values = run.series(key)
@@ -206,24 +221,45 @@ def draw_lines(ax, form, lines):
         if not seen.any():
             continue
         steps, values = steps[seen], values[seen]
-        means = smooth(values)
+        is_evaluation = key.startswith("eval/")
+        means = values if is_evaluation else smooth(values)
         ax.plot(steps, values, color=color, alpha=0.22, linewidth=0.8)
-        ax.plot(steps, means, "o-" if len(means) < 20 else "-", color=color, linewidth=1.8,
-                markersize=3.5, label=f"{label} {form.format(means[-1])}".strip())
+        ax.plot(steps, means, "o-" if is_evaluation or len(means) < 20 else "-", color=color,
+                linewidth=1.8, markersize=3.5,
+                label=f"{label} {form.format(means[-1])}".strip())
     finish(ax, form)
 
 
 def draw_time(ax, run):
-    """Plots the seconds of each phase as a stacked area chart."""
-    above(ax, "seconds per step, and each phase's share of the run", 0, 3, fontsize=8, color=GREY)
+    """Plots the seconds of each phase of a step as a stacked area chart.
+
+    What only single steps have, such as an evaluation, is a bar on top of it, cut off at the top.
+    """
+    above(ax, "seconds per step (bars: single steps), and shares of the run", 0, 3, fontsize=8,
+          color=GREY)
     phases = run.keys("timing_s/")
-    table = np.array([[row.get(key) or 0.0 for key in phases] for row in run.steps])
+    table = np.array([[row.get(key, np.nan) for key in phases] for row in run.steps], dtype=float)
+    in_each = np.isfinite(table).mean(axis=0) > 0.5
+    table = np.nan_to_num(table)
     shares = table.sum(axis=0) / max(table.sum(), 1e-9)
     names = [f"{key.removeprefix('timing_s/').replace('_', ' ')} {share:.0%}"
              for key, share in zip(phases, shares)]
-    if phases:
-        ax.stackplot([row["step"] for row in run.steps], *map(smooth, table.T), labels=names,
-                     colors=COLORS, alpha=0.85)
+    steps = [row["step"] for row in run.steps]
+    height = np.zeros(len(steps))
+    for i in sorted(range(len(phases)), key=lambda i: not in_each[i]):
+        color = COLORS[i % len(COLORS)]
+        if in_each[i]:
+            seconds = smooth(table[:, i])
+            ax.fill_between(steps, height, height + seconds, label=names[i], color=color,
+                            alpha=0.85, linewidth=0)
+            ax.set_ylim(top=1.3 * (height + seconds).max())
+        else:
+            seconds = table[:, i]
+            bars = np.array([height, height + seconds, np.full(len(steps), np.nan)])
+            has = seconds > 0
+            ax.plot(np.repeat(steps, 3)[np.repeat(has, 3)], bars[:, has].T.ravel(),
+                    label=names[i], color=color, linewidth=1.4, zorder=2 + shares[i])
+        height = height + seconds
     finish(ax, reverse=True)
 
 
