@@ -4,9 +4,9 @@
     python lab/tests/compare_peers.py
 
 Their own functions get the same random tensors as ours: ratios from e^-12 to e^12, either sign of
-A, completions of one token. A table is printed, the one in docs/losses.md: for each function and
-peer the number of cases and the largest difference, relative to the largest element of the gradient
-(or to the largest advantage). Where a peer is not installed, it is left out.
+A, completions of one token. A table is printed, which docs/losses.md sums up: for each function
+and peer the number of cases and the largest difference, relative to the largest element of the
+gradient (or to the largest advantage). Where a peer is not installed, it is left out.
 
 Guards of theirs, and how we go around them. TRL has SAPO's 1.05 in float32: ours gets that. verl
 clamps log-ratios to ±20 (GSPO's mean at 10) and k3 to ±10: ratios and references are nearer. Its
