@@ -36,7 +36,7 @@ except ImportError:
         sys.exit(lacking)
     raise ImportError(lacking) from None
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 CURVE = [i / 12.5 for i in range(-50, 51)]      # log-ratios at which a bound is looked at
 WHAT = {        # of each BUG and note: what it means
     "no gradient": "nothing is learned: log-probs or advantages are detached, or not used",
