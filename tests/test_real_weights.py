@@ -259,12 +259,16 @@ def test_minimind_pth_is_read_and_then_saved_for_transformers(generation, tokeni
         load_tokenizer(path, 512)
 
 
-def test_minimind_gets_weights_back_as_the_page_prints_it(tokenizer, tmp_path, monkeypatch):
+def test_minimind_gets_weights_back_as_the_page_prints_it(
+        tokenizer, tmp_path, monkeypatch, capsys):
     _, path = minimind("minimind3", tmp_path)
     save_pretrained(load_pretrained(path), tokenizer, tmp_path / "out/minimind/final")
     monkeypatch.chdir(tmp_path)
-    code, of_verl = [text for language, text in blocks(PAGES["docs/coming_from.md"])
-                     if language == "python"]
+    generation, code, of_verl = [text for language, text in blocks(PAGES["docs/coming_from.md"])
+                                 if language == "python"]
+    for other in ("minimind2", "minimind3"):
+        exec(generation.replace("full_sft_768.pth", minimind(other, tmp_path)[1].as_posix()), {})
+    assert capsys.readouterr().out.split() == ["False", "True"]
     exec(code, {})
     before, after = (torch.load(file) for file in (path, "grpo_768.pth"))
     assert before.keys() == after.keys()

@@ -248,15 +248,14 @@ def draw_time(ax, run):
     height = np.zeros(len(steps))
     for i in sorted(range(len(phases)), key=lambda i: not in_each[i]):
         color = COLORS[i % len(COLORS)]
+        seconds = smooth(table[:, i]) if in_each[i] else table[:, i]
+        has = seconds > 0
         if in_each[i]:
-            seconds = smooth(table[:, i])
             ax.fill_between(steps, height, height + seconds, label=names[i], color=color,
                             alpha=0.85, linewidth=0)
-            ax.set_ylim(top=1.3 * (height + seconds).max())
-        else:
-            seconds = table[:, i]
+            ax.set_ylim(top=1.3 * (height + seconds).max() or 1)
+        elif has.any():
             bars = np.array([height, height + seconds, np.full(len(steps), np.nan)])
-            has = seconds > 0
             ax.plot(np.repeat(steps, 3)[np.repeat(has, 3)], bars[:, has].T.ravel(),
                     label=names[i], color=color, linewidth=1.4, zorder=2 + shares[i])
         height = height + seconds
