@@ -37,7 +37,7 @@ log-probabilities. A mask is 1 for tokens that count, else 0. In shapes, N = B*G
 n those in a micro-batch, P prompt and R completion tokens, V vocabulary entries; T is P + R.
 
     python docs/grpo_on_one_page.py                 read this first: the same without options
-    python train_grpo.py                            four to seven minutes on two cores
+    python train_grpo.py                            some minutes on one CPU core
     torchrun --nproc_per_node=2 train_grpo.py       on two processes
 
 The algorithm is in this file, up to the end of `main`; `GRPO.step` shows the phases together. The
