@@ -258,6 +258,17 @@ def test_headline_has_the_first_and_the_last_of_what_was_recorded(tmp_path):
     assert Run(tmp_path).headline().startswith("only 50.0% of the held-out problems scored")
 
 
+def test_settings_are_the_main_flags_of_a_run(tmp_path):
+    write(tmp_path / "metrics.jsonl", [{"step": 1, "reward": 0.5}])
+    assert Run(tmp_path).settings() == ""
+    args = tmp_path / "args.json"
+    args.write_text('{"seed": 7, "learning_rate": 0.0003, "dtype": "auto", "batch_size": 16}')
+    assert Run(tmp_path).settings() == "batch_size 16, learning_rate 0.0003, seed 7"
+    args.write_text("{")
+    with pytest.raises(UserError, match="args.json"):
+        Run(tmp_path)
+
+
 def test_picture_of_several_runs_and_a_folder_without_a_run_is_named(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -168,6 +168,19 @@ def test_results_come_in_the_experiments_order_each_once_and_only_its_own(
     assert "tiny: there are no results yet; run" in capsys.readouterr().err
 
 
+def test_pictures_of_the_readmes_say_what_the_results_say(tmp_path, monkeypatch):
+    def texts(folder, name):
+        picture = (folder / "docs/images" / name).read_text(encoding="utf-8")
+        return re.findall("<text.*?>(.*?)</text>", picture)
+
+    (tmp_path / "docs/images").mkdir(parents=True)
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["", "default", "--draw"])
+    command.main()
+    for name, ends in (("front.svg", "sampled 25% → 96.5%"), ("front_zh.svg", "采样 25% → 96.5%")):
+        assert texts(tmp_path, name) == texts(ROOT, name) and ends in texts(ROOT, name)
+
+
 # --- the changes that the ladder and the museum show ----------------------------------------------
 
 MUSEUM = pages.changes(ROOT / "docs/museum.md")
