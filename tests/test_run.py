@@ -23,6 +23,7 @@ import train_grpo
 from dataset import PromptCollator, prompts
 from errors import UserError
 from model import eos_token_ids, fast, load_pretrained
+from pages import PAGES
 from reward.load import RewardFunction
 from run.evaluate import evaluate, measure
 from run.extensions import teacher
@@ -90,6 +91,13 @@ def test_a_run_leaves_all_its_files(tmp_path, capsys, monkeypatch, all_prompts, 
     assert str(tmp_path) not in card.text
     printed = capsys.readouterr().out
     assert printed.count("What is 24 + 33*8?") == 2     # at each evaluation the same problem
+    for text in (PAGES["README.md"], PAGES["README_zh.md"], printed):       # elsewhere it may round
+        line = re.search("^step +1/.* reward +(.*)  accuracy +(.*)%  length +(.*)  kl 0.0000$",
+                         text, re.MULTILINE)
+        shown = [float(value) for value in line.groups()]
+        expected = [first["reward"], 100 * first["rewards/accuracy_reward/mean"],
+                    first["completions/mean_length"]]
+        assert shown == pytest.approx(expected, rel=0.05)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)        # the card samples
     exec(card.text.split("```python\n")[1].partition("```")[0], {})

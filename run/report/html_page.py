@@ -43,7 +43,7 @@ def to_script(value):
 def page_data(run_dir):
     """Returns a dict with everything that the report shows."""
     run = Run(run_dir)
-    args = json.loads((run_dir / "args.json").read_text(encoding="utf-8"))
+    args = run.args
     # Only the last part of each path, because reports are shared with others.
     shown_args = {name: Path(args[f"{name}_path"]).name for name in ("model", "data")
                   if f"{name}_path" in args}
