@@ -181,6 +181,16 @@ def test_pictures_of_the_readmes_say_what_the_results_say(tmp_path, monkeypatch)
         assert texts(tmp_path, name) == texts(ROOT, name) and ends in texts(ROOT, name)
 
 
+@pytest.mark.parametrize("page", ["lab/results.md", "lab/zh/results.md"])
+def test_row_of_all_default_runs_is_what_they_come_to(page):
+    runs = command.known("default") + command.known("default", fresh=True)
+    (row,) = [row for table in tables(PAGES[page]) for row in table if row[0].startswith("20 ")]
+    for text, key in zip(row[1:4], ("eval/accuracy", "eval/greedy_accuracy", "eval/pass@2")):
+        values = 100 * np.array([(run["eval"][key][0], run["eval"][key][-1]) for run in runs])
+        (begin, end), (_, half) = figures.interval(values)
+        assert len(runs) == 20 and text == f"{begin:.1f} → {end:.1f} ± {half:.1f}"
+
+
 # --- the changes that the ladder and the museum show ----------------------------------------------
 
 MUSEUM = pages.changes(ROOT / "docs/museum.md")
