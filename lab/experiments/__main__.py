@@ -18,7 +18,8 @@ The commit ends in `-dirty` if the code had been changed since, and `flags` is a
 flags. Lines without `flags` are older: their commit may name a tree that lacks the arm.
 
 Interrupted, the same command goes on with the runs that are missing; to run some again, delete
-their lines. At the end the picture docs/images/<name>.png is drawn, and a table printed.
+their lines. At the end the picture docs/images/<name>.png is drawn (of `default`, front.svg and
+front_zh.svg, which the READMEs show), and a table printed.
 """
 import argparse
 import ast
